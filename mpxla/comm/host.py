@@ -18,10 +18,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,8 @@ _FIRST_LOOK_S = 0.002
 _LONGEST_LOOK_S = 0.05
 
 
-class _Job(NamedTuple):
+@dataclass
+class _Job:
     """A collective in two phases: *fetch* the operand to the host, *run* gloo on it."""
 
     handle: Handle[Any]
@@ -98,6 +100,7 @@ class _Collectives:
     def _do(self, job: _Job) -> None:
         try:
             operand = job.fetch()
+            del job.fetch  # a copy of its tensor is all that is needed
         except BaseException as error:  # the other ranks wait for this one: they have to be told
             self._watch.fail(job.handle, f"computing the operand of {job.handle.what}", error)
             return

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["BucketedReduction", "GradientFlow", "Reduced"]
 
 Accumulators = Mapping[int, list[Buffer]]
-"""Gradients of this rank's stages, in the order of each stage's trained parameters."""
+"""Gradients of this rank's stages, in the order of each stage's trained parameters.
+
+What is taken out of a list leaves None there: it would live beside the bucket that it is in.
+"""
 
 
 @dataclass(frozen=True)
@@ -338,18 +341,21 @@ class BucketedReduction:
         self._accumulate(self._direct, direct, is_total=True)
         # In the order of the list, which pipeline ranks have in common for what they share.
         for index, bucket in enumerate(self._buckets):
-            flat = self._reducer.rounds.wait(self._under_way[index])
-            if len(bucket.holders) > 1:
-                flat = self._sum_over_holders(flat, bucket.holders)
-            if self._is_sharded:
-                self._store.receive(bucket, flat, self._flow.trained)
-                continue
-            parts = self._programs.parts(flat, bucket.cuts, bucket.dtype)
-            self._accumulate(bucket.names, parts, is_total=True)
-        self._under_way.clear()
+            self._deliver(bucket, index)
         for name, handle in following.items():
             value = self._reducer.rounds.wait(handle)
             self._store.write([name], [value])
+
+    def _deliver(self, bucket: Bucket, index: int) -> None:
+        """Waits for one bucket and gives its gradients to the store."""
+        flat = self._reducer.rounds.wait(self._under_way.pop(index))
+        if len(bucket.holders) > 1:
+            flat = self._sum_over_holders(flat, bucket.holders)
+        if self._is_sharded:
+            self._store.receive(bucket, flat, self._flow.trained)
+        else:
+            parts = self._programs.parts(flat, bucket.cuts, bucket.dtype)
+            self._accumulate(bucket.names, parts, is_total=True)
 
     def _sum_over_holders(self, term: Buffer, holders: Sequence[int]) -> Buffer:
         """The sum over the pipeline ranks that hold the same parameters; all of them call it.
@@ -399,9 +405,12 @@ class BucketedReduction:
     def _sums(
         self, names: Iterable[str], gradients: Accumulators, earlier: bool = False
     ) -> list[Buffer]:
-        """Sums over this rank's stages, and over earlier passes that were not reduced."""
+        """Sums over this rank's stages, and over earlier passes that were not reduced.
+
+        Takes the gradients out.
+        """
         names = list(names)
-        groups = [[gradients[stage][at] for stage, at in self._sources[name]] for name in names]
+        groups = [[_taken(gradients[i], at) for i, at in self._sources[name]] for name in names]
         dtypes = [self._store.gradient_spec(name).dtype for name in names]
         totals = self._programs.sums(groups, dtypes, self._factor)
         if not (earlier and self._accumulates_locally):
@@ -438,6 +447,12 @@ class BucketedReduction:
             name: transport.broadcast(tensor.detach(), group[self.source], group)
             for name, tensor in self._following().items()
         }
+
+
+def _taken(gradients: list[Buffer | None], place: int) -> Buffer:
+    found, gradients[place] = gradients[place], None
+    assert found is not None, "each is taken once"
+    return found
 
 
 def _done(replica: Replica, value: torch.Tensor) -> Handle[torch.Tensor]:

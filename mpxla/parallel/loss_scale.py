@@ -15,7 +15,7 @@ from mpxla.comm.transport import Transport
 from mpxla.device.backend import Buffer
 from mpxla.errors import ConfigError, StepError
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.store import set_gradients
+from mpxla.parallel.store import exchange_gradients
 
 __all__ = ["LossScale", "Unscaling"]
 
@@ -119,13 +119,17 @@ def overflow_text(scale: float, step: int, last_finite: int | None) -> str:
     )
 
 
-def _scaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients times a factor; before them, how many elements are not finite [1]."""
+def _num_bad(*gradients: torch.Tensor) -> list[torch.Tensor]:
+    """How many gradients have elements that are not finite [1]."""
     # Each by itself: a sum of elements could overflow where no element has.
     bad = [(~torch.isfinite(g)).any().float() for g in gradients]
+    return [torch.stack(bad).sum().reshape(1)]
+
+
+def _scaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients times a factor."""
     wide = [g if g.dtype == torch.float64 else g.float() for g in gradients]
-    scaled = [(w * factor).to(g.dtype) for w, g in zip(wide, gradients, strict=True)]
-    return [torch.stack(bad).sum().reshape(1), *scaled]
+    return [(w * factor).to(g.dtype) for w, g in zip(wide, gradients, strict=True)]
 
 
 class Unscaling:
@@ -146,25 +150,32 @@ class Unscaling:
         Returns:
             Whether some gradient of some rank is inf or nan.
         """
-        number = self.multiply(owners, 1.0 / scale)
+        number = self._num_bad(owners)
+        self.multiply(owners, 1.0 / scale)
         if len(self._ranks) > 1:
             number = self._transport.all_gather(number, self._ranks).result()
         return bool(self._programs.backend.view(number).sum().item() > 0)
 
-    def multiply(self, owners: Sequence[nn.Parameter], factor: float) -> Buffer:
-        """Multiplies the gradients of this rank in place.
+    def _num_bad(self, owners: Sequence[nn.Parameter]) -> Buffer:
+        """How many gradients of this rank are inf or nan somewhere [1]."""
+        held = self._programs.backend.adopt([p.grad for p in owners if p.grad is not None])
+        if not held:
+            return torch.zeros(1, dtype=torch.float32)
+        # Not in the program that scales: XLA would copy what it reads and writes.
+        return self._programs.run("finite gradients", _num_bad, (), held)[0]
 
-        Returns:
-            How many of them were inf or nan somewhere [1].
-        """
+    def multiply(self, owners: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiplies the gradients of this rank."""
         backend = self._programs.backend
         owners = [owner for owner in owners if owner.grad is not None]
         if not owners:
-            return torch.zeros(1, dtype=torch.float32)
+            return
         if self._factor is None or self._factor[0] != factor:
             self._factor = factor, backend.put([torch.tensor(factor, dtype=torch.float32)])[0]
-        held = backend.adopt([p.grad for p in owners if p.grad is not None])
-        arguments = [self._factor[1], *held]
-        number, *values = self._programs.run("loss scale", _scaled, (), arguments)
-        set_gradients(owners, backend.publish(values))
-        return number
+        given = self._factor[1]
+
+        def scaled(gradients: Sequence[Buffer]) -> list[Buffer]:
+            donated = range(1, 1 + len(gradients))
+            return self._programs.run("loss scale", _scaled, (), [given, *gradients], donated)
+
+        exchange_gradients(owners, backend, scaled)

@@ -15,7 +15,7 @@ from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
 from mpxla.parallel.programs import Programs, wide_dtype
 from mpxla.parallel.reducer import GradientReducer
-from mpxla.parallel.store import ParameterStore, set_gradients
+from mpxla.parallel.store import ParameterStore, exchange_gradients
 from mpxla.session import current
 
 __all__ = ["GradientNorm", "clip_grad_norm_"]
@@ -186,17 +186,20 @@ class GradientNorm:
     ) -> torch.Tensor:
         """Scales the gradients of some parameters; see `clip_grad_norm_`."""
         owners = self._owners(parameters)
-        gradients = [owner.grad for owner, _ in owners if owner.grad is not None]
-        counted = [owner.grad for owner, is_counted in owners if is_counted]
-        counted = [gradient for gradient in counted if gradient is not None]
-        gradients = self._backend.adopt(gradients)
-        (powers,) = self._backend.put([self._powers(counted, order)])
-        given = [powers, self._limit(max_norm), *gradients]
-        norm, *scaled = self._run(_scaled, order, _dtype_of_norm(parameters), given)
+        counted = [o.grad for o, is_counted in owners if is_counted and o.grad is not None]
+        given = [*self._backend.put([self._powers(counted, order)]), self._limit(max_norm)]
+        del counted  # what somebody sees is not donated
+        dtype, found = _dtype_of_norm(parameters), list[Buffer]()
+
+        def scaled(gradients: Sequence[Buffer]) -> list[Buffer]:
+            donated = range(len(given), len(given) + len(gradients))
+            norm, *values = self._run(_scaled, order, dtype, [*given, *gradients], donated)
+            found.append(norm)
+            return values
+
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
-        norm, *scaled = self._backend.publish([norm, *scaled])
-        set_gradients(with_gradient, scaled)
-        return norm
+        exchange_gradients(with_gradient, self._backend, scaled)
+        return self._backend.publish(found)[0]
 
     def total(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         """Norm over all ranks of the parameters or gradients that each gives.
@@ -261,8 +264,10 @@ class GradientNorm:
         order: float,
         dtype: torch.dtype,
         arguments: Sequence[Buffer],
+        donated: Sequence[int] = (),
     ) -> list[Buffer]:
-        return self._programs.run("norm of the gradients", function, (order, dtype), arguments)
+        settings = order, dtype
+        return self._programs.run("norm of the gradients", function, settings, arguments, donated)
 
 
 def _dtype_of_norm(tensors: Sequence[torch.Tensor]) -> torch.dtype:

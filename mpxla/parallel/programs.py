@@ -38,17 +38,19 @@ class Programs:
         function: Callable[..., Sequence[torch.Tensor]],
         settings: tuple[Any, ...],
         arguments: Sequence[Buffer],
+        donated: Sequence[int] = (),
     ) -> list[Buffer]:
         """Starts a program; its results are still being computed.
 
         The function takes the settings, which are hashable, and a tensor for every buffer; it gives
-        tensors that share no memory.
+        tensors that share no memory. Results may take the memory of arguments that are donated.
         """
         specs = tuple(self.backend.spec(argument) for argument in arguments)
-        key = (function, settings, specs)
+        key = (function, settings, specs, tuple(donated))
         program = self._known.pop(key, None)
         if program is None:
-            program = compile_function(self.backend, name, partial(function, *settings), specs)
+            call = partial(function, *settings)
+            program = compile_function(self.backend, name, call, specs, donated=donated)
         self._known[key] = program  # the last used is the last in the dictionary
         if len(self._known) > _MAX_PROGRAMS:
             del self._known[next(iter(self._known))]

@@ -15,7 +15,7 @@ master all the same, and is None where replicas divide it. This module must not 
 are reduced, nor optimizers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from mpxla.runtime.state import ModelState
 from mpxla.stage.accumulation import accumulator_spec
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["ParameterStore", "release", "set_gradients", "set_values"]
+__all__ = ["ParameterStore", "exchange_gradients", "release", "set_gradients", "set_values"]
 
 
 def set_values(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -72,6 +72,28 @@ def set_gradients(
         set_own_gradient(tensor, gradient)
         if gradient is not None:
             mark(gradient)
+
+
+def exchange_gradients(
+    owners: Sequence[torch.Tensor],
+    backend: Backend,
+    compute: Callable[[Sequence[Buffer]], Sequence[Buffer]],
+) -> None:
+    """Exchanges gradients for what is computed from them, which may take their memory.
+
+    Args:
+        owners: have a gradient each.
+        backend: of their device.
+        compute: takes the gradients and gives the new ones; they are donated.
+    """
+    held = backend.adopt([p.grad for p in owners if p.grad is not None])
+    set_gradients(owners, [None] * len(owners))  # what somebody sees is not donated
+    try:
+        values = compute(held)
+    except BaseException:  # it did not start
+        set_gradients(owners, backend.publish(held))
+        raise
+    set_gradients(owners, backend.publish(values))
 
 
 class ParameterStore:

@@ -5,6 +5,7 @@ Gradients are buffers of the backend here: nothing computes with them but progra
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -56,7 +57,7 @@ class GradientPrograms:
         """The sum of each group of buffers, each times a factor; started, not waited for.
 
         Args:
-            groups: the terms of every sum.
+            groups: the terms of every sum. The last one is spent: the sum may take its memory.
             dtypes: of every sum; narrower terms are widened before they are added.
             factor: of all terms.
         """
@@ -72,7 +73,11 @@ class GradientPrograms:
         counts = tuple(len(groups[i]) for i in computed)
         terms = [term for i in computed for term in groups[i]]
         settings = (counts, factor, tuple(dtypes[i] for i in computed))
-        totals = self._programs.run("sums of gradients", _sums, settings, terms)
+        ends = (end - 1 for end in accumulate(counts))
+        spent = [
+            e for e, i in zip(ends, computed, strict=True) if spec(terms[e]).dtype == dtypes[i]
+        ]
+        totals = self._programs.run("sums of gradients", _sums, settings, terms, spent)
         for index, total in zip(computed, totals, strict=True):
             results[index] = total
         return results

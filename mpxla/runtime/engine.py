@@ -23,6 +23,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.call import Call
 from mpxla.runtime.calls import AnnouncedError, Calls, as_announced
+from mpxla.runtime.constants import Constants
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.derived import set_derived
@@ -110,6 +111,7 @@ class StepEngine:
         self._num_batches = 1 if session.config.prescaled_batch else len(sharing)
         config = session.config.for_batches(self._num_batches)
         num_batches = len(replicas) * self._num_batches
+        self._constants = Constants(backend)
         self.meter = Meter(backend, transport, num_batches)
         self._runner = CallRunner(self._states, reducers, backend, self._describe, session.progress)
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
@@ -328,6 +330,7 @@ class StepEngine:
         runner = PlanRunner(
             *(plan, states, link, self._pp_rank, backend, reduction, models, checks),
             writes,
+            self._constants,
             gathering,
         )
         self.meter.note_compilation(time.perf_counter() - started)

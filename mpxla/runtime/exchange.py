@@ -2,10 +2,14 @@
 
 A rank sends all its results in one packed message; receiving ranks wait for it only when a value
 is looked at. All ranks of the pipeline take part.
+
+Scripts keep losses for long and drop the logits beside them, so each result is held by itself: the
+first look at a message divides it among those that somebody still holds.
 """
 
-import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -13,7 +17,11 @@ from mpxla.comm.handle import Handle
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.link import PipelineLink
 
-__all__ = ["exchange_results"]
+__all__ = ["Result", "exchange_results"]
+
+Result: TypeAlias = Callable[[], list[torch.Tensor]]
+"""Gives the tensors of one result, one per microbatch; may wait. Holds no other result, once some
+result of its message was looked at."""
 
 
 def exchange_results(
@@ -22,7 +30,7 @@ def exchange_results(
     microbatches: Sequence[int],
     pp_rank: int,
     link: PipelineLink,
-) -> Callable[[int], list[torch.Tensor]]:
+) -> dict[int, Result]:
     """Sends this rank's results and expects those of the others.
 
     Args:
@@ -33,41 +41,81 @@ def exchange_results(
         link: messages between pipeline ranks.
 
     Returns:
-        Result index -> its tensors, one per microbatch; may wait.
+        The results by their index.
     """
     shown = {p.result for p in cut.step.prints if p.check is None}  # where they are
     owned = cut.owner_of_result().items()
     owner = {i: cut.placement[s] for i, s in owned if i not in shown}
     specs = cut.result_specs()
     indices = {rank: [i for i in sorted(owner) if owner[i] == rank] for rank in set(owner.values())}
-    deliveries: list[Handle[None]] = []
+    found: dict[int, Result] = {}
     if pp_rank in indices:
-        packed = [results[i, mb] for i in indices[pp_rank] for mb in microbatches]
-        deliveries = [
-            link.send_to(rank, packed, "output")
-            for rank in range(cut.partition.num_ranks)
-            if rank != pp_rank
-        ]
-    arrivals: dict[int, Callable[[], dict[int, list[torch.Tensor]]]] = {}
-
-    def unpacked(
-        indices: list[int], wait: Callable[[], list[torch.Tensor]]
-    ) -> dict[int, list[torch.Tensor]]:
-        flat = iter(wait())
-        return {i: [next(flat) for _ in microbatches] for i in indices}
-
+        own = {i: [results[i, mb] for mb in microbatches] for i in indices[pp_rank]}
+        packed = [value for values in own.values() for value in values]
+        others = [rank for rank in range(cut.partition.num_ranks) if rank != pp_rank]
+        deliveries = [link.send_to(rank, packed, "output") for rank in others]
+        found.update((i, _OwnResult(values, deliveries)) for i, values in own.items())
     for rank in sorted(indices):
         if rank != pp_rank:
             wanted = [specs[i] for i in indices[rank] for _ in microbatches]
-            wait = link.receive_from(rank, wanted, "output")
-            # Once, when the first of them is read.
-            arrivals[rank] = functools.cache(functools.partial(unpacked, indices[rank], wait))
+            message = _Message(link.receive_from(rank, wanted, "output"), len(microbatches))
+            found.update((i, message.part()) for i in indices[rank])
+    return found
 
-    def fetch(index: int) -> list[torch.Tensor]:
-        if owner[index] == pp_rank:
-            for delivery in deliveries:  # the user may change in place what is still being sent
-                delivery.result()
-            return [results[index, mb] for mb in microbatches]
-        return arrivals[owner[index]]()[index]
 
-    return fetch
+class _OwnResult:
+    """A result of this rank, which is on its way to the others."""
+
+    def __init__(self, values: list[torch.Tensor], deliveries: Sequence[Handle[None]]):
+        self._values, self._deliveries = values, deliveries
+
+    def __call__(self) -> list[torch.Tensor]:
+        for delivery in self._deliveries:  # the user may change in place what is still being sent
+            delivery.result()
+        return list(self._values)
+
+
+class _Message:
+    """All results of another rank, until the first of them is looked at.
+
+    Args:
+        wait: waits for the message and gives its tensors.
+        count: how many tensors each result has.
+    """
+
+    def __init__(self, wait: Callable[[], list[torch.Tensor]], count: int):
+        self._wait, self._count = wait, count
+        self._parts: list[weakref.ref[_ReceivedResult]] = []
+
+    def part(self) -> "_ReceivedResult":
+        """The result that comes next in the message."""
+        part = _ReceivedResult(self)
+        self._parts.append(weakref.ref(part))
+        return part
+
+    def divide(self) -> None:
+        """Waits, and gives each result that is still held its tensors."""
+        flat = iter(self._wait())
+        for reference in self._parts:
+            values = [next(flat) for _ in range(self._count)]
+            part = reference()
+            if part is not None:
+                part.take(values)
+
+
+class _ReceivedResult:
+    """A result of another rank."""
+
+    def __init__(self, message: _Message):
+        self._message: _Message | None = message
+        self._values: list[torch.Tensor] = []
+
+    def __call__(self) -> list[torch.Tensor]:
+        message = self._message
+        if message is not None:
+            message.divide()
+        return list(self._values)
+
+    def take(self, values: list[torch.Tensor]) -> None:
+        """Holds its tensors, and the message no longer."""
+        self._message, self._values = None, values

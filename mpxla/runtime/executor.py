@@ -100,7 +100,6 @@ class StepRun:
     def release(self) -> None:
         """Lets go of all values: after a step, only what it counted is looked at."""
         self.tensors, self.inputs, self.seeds, self.objective_seeds = {}, {}, {}, {}
-        # Not `clear`: who fetches results later has the same dictionary.
         self.accumulators, self.results, self.prepared = {}, {}, {}
         self.copies = None
 

@@ -8,7 +8,7 @@ operator on a few small values, for which a program would be compiled per shape 
 CPU and on CUDA the tensors of jax are ordinary ones; lazy ones of torch_xla are started at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +31,18 @@ class StepOutput:
     def __init__(
         self, fetch: Callable[[], list[torch.Tensor]], start: Callable[[list[torch.Tensor]], Any]
     ):
-        self._fetch = fetch
+        self._fetch: Callable[[], list[torch.Tensor]] | None = fetch
         self._start = start
         self._outputs: list[torch.Tensor] | None = None
 
     @property
     def outputs(self) -> list[torch.Tensor]:
         """One tensor per microbatch, in order."""
-        if self._outputs is None:
-            self._outputs = self._fetch()
+        fetch = self._fetch
+        if fetch is not None:
+            self._outputs = fetch()
+            self._fetch = None  # it holds the buffers that the tensors were made of
+        assert self._outputs is not None, "they were fetched before"
         return self._outputs
 
     def reduce_mean(self) -> torch.Tensor:
@@ -90,13 +93,13 @@ class Part:
         leaves: the returned leaves.
         structure: their pytree structure.
         microbatches: their numbers in the call.
-        fetch: result index -> its tensors, one per microbatch; may wait.
+        results: by their index; each gives its tensors, one per microbatch, and may wait.
     """
 
     leaves: Sequence[ResultLeaf]
     structure: Any
     microbatches: Sequence[int]
-    fetch: Callable[[int], list[torch.Tensor]]
+    results: Mapping[int, Callable[[], list[torch.Tensor]]]
 
 
 def build_outputs(
@@ -119,26 +122,34 @@ def build_outputs(
     """
     wanted = range(sum(len(part.microbatches) for part in parts))[own]
 
-    def in_order(place: int) -> list[Any]:
-        """A leaf's tensors or numbers, one per microbatch."""
-        found: dict[int, Any] = {}
+    def later(place: int) -> Callable[[], list[Any]]:
+        """Gives a leaf's tensors or numbers, one per microbatch; holds nothing of other leaves."""
+        taken: list[tuple[ResultLeaf, Sequence[int], Any]] = []
         for part in parts:
             leaf = part.leaves[place]
-            asked = [i for i, number in enumerate(part.microbatches) if number in wanted]
-            values = [leaf.value] * len(asked)
-            if leaf.output is not None:
-                tensors = part.fetch(leaf.output)
-                values = publish([tensors[i] for i in asked])
-                values = [tensor.item() for tensor in values] if leaf.is_number else values
-            found.update(zip((part.microbatches[i] for i in asked), values, strict=True))
-        return [found[number] for number in wanted]
+            result = None if leaf.output is None else part.results[leaf.output]
+            taken.append((leaf, part.microbatches, result))
+
+        def in_order() -> list[Any]:
+            found: dict[int, Any] = {}
+            for leaf, microbatches, result in taken:
+                asked = [i for i, number in enumerate(microbatches) if number in wanted]
+                values = [leaf.value] * len(asked)
+                if result is not None:
+                    tensors = result()
+                    values = publish([tensors[i] for i in asked])
+                    values = [tensor.item() for tensor in values] if leaf.is_number else values
+                found.update(zip((microbatches[i] for i in asked), values, strict=True))
+            return [found[number] for number in wanted]
+
+        return in_order
 
     def value_of(place: int, leaf: ResultLeaf) -> Any:
         if leaf.is_number:
-            return in_order(place)
+            return later(place)()
         if leaf.output is None:
             return leaf.value
-        return StepOutput(lambda: in_order(place), start)
+        return StepOutput(later(place), start)
 
     values = [value_of(place, leaf) for place, leaf in enumerate(parts[0].leaves)]
     return pytree.tree_unflatten(values, parts[0].structure)

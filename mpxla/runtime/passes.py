@@ -102,7 +102,7 @@ class CallRunner:
         passes[-1].plan.runner.scale_rows(found[-1])
         self._end(recorder)
         parts = [
-            Part(step.result_leaves, step.result_spec, ran.microbatches, ran.fetch)
+            Part(step.result_leaves, step.result_spec, ran.microbatches, ran.results)
             for one, ran in zip(passes, found, strict=True)
             for step in [one.plan.runner.plan.cut.step]
         ]

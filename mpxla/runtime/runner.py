@@ -4,15 +4,16 @@ Everything that does not change between calls is made once, when the plan is new
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
+from mpxla.runtime.constants import Constants
 from mpxla.runtime.debug import problem_of_checks, show_prints
-from mpxla.runtime.exchange import exchange_results
+from mpxla.runtime.exchange import Result, exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
@@ -23,7 +24,6 @@ from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites, copy_held
 from mpxla.schedule.subset import actions_of
-from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PlanRunner", "Ran"]
 
@@ -38,12 +38,16 @@ class Ran:
     Attributes:
         run: what it counted.
         microbatches: those that have run.
-        fetch: result index -> its tensors, one for each of them; may wait.
+        results: by their index.
     """
 
     run: StepRun
     microbatches: tuple[int, ...]
-    fetch: Callable[[int], list[torch.Tensor]]
+    results: Mapping[int, Result]
+
+    def fetch(self, index: int) -> list[torch.Tensor]:
+        """The tensors of a result, one for each of the microbatches; may wait."""
+        return self.results[index]()
 
 
 class PlanRunner:
@@ -59,6 +63,7 @@ class PlanRunner:
         models: labels of the models that the step uses.
         checks: of the indices in the step.
         writes: what the step writes to parameters and buffers.
+        constants: what steps read beside states.
         gathering: makes divided parameters whole for a step; None where programs take parts.
 
     Attributes:
@@ -76,6 +81,7 @@ class PlanRunner:
         models: tuple[str, ...],
         checks: IndexChecks,
         writes: StepWrites,
+        constants: Constants,
         gathering: Gathering | None = None,
     ):
         self.plan = plan
@@ -90,11 +96,10 @@ class PlanRunner:
         self._pp_rank = pp_rank
         self._backend = backend
         needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
-        self._given = {n: v for n, v in plan.cut.step.constants.items() if n in needed}
-        self._constants: dict[str, torch.Tensor] = {}
-        self._copies: dict[str, torch.Tensor] = {}
-        self._upload_constants()
-        self._zeros: dict[TensorSpec, torch.Tensor] = {}
+        values = plan.cut.step.constants.items()
+        self._constants = constants
+        self._read = {name: constants.of(value) for name, value in values if name in needed}
+        constants.upload(self._read.values())
         self._objective_seeds: tuple[float, dict[torch.dtype, torch.Tensor]] | None = None
         if reduction is not None:
             self._objectives(reduction.objective_scale)
@@ -135,7 +140,7 @@ class PlanRunner:
             inputs=self._upload_inputs(tensors, microbatches),
             seeds=self._seeds(microbatches, seed),
             objective_seeds={} if gradients is None else self._objectives(gradients.scale),
-            zeros=self._zeros_of,
+            zeros=self._constants.zeros,
             accumulators={} if gradients is None else gradients.so_far,
             progress=progress,
             recorder=recorder,
@@ -145,14 +150,14 @@ class PlanRunner:
         stages = self.plan.programs.values()
         changed = [name for stage in stages for name in stage.lowered.spec.new_buffers]
         self._copy_parameters_in(run, given, changed)
-        fetch = exchange_results(cut, run.results, microbatches, self._pp_rank, self._link)
+        results = exchange_results(cut, run.results, microbatches, self._pp_rank, self._link)
         show_prints(cut.step.prints, run.results, microbatches, self._backend.view)
         self._writes.keep(changed, given, run.tensors)
         if gradients is not None:
             gradients.keep(run.accumulators)
         self._gradients = None  # it holds what replicas have not added up
         run.release()
-        return Ran(run, microbatches, fetch)
+        return Ran(run, microbatches, results)
 
     def scale_rows(self, ran: Ran) -> None:
         """Scales rows of embeddings after a run; see `StepWrites.scale_rows`."""
@@ -196,27 +201,9 @@ class PlanRunner:
         tensors = dict(zip(tensors, adopted, strict=True))
         if self._gathering is not None:
             tensors.update(self._gathering(tensors))
-        self._upload_constants()
-        tensors.update(self._constants)
+        self._constants.upload(self._read.values())
+        tensors.update((name, constant.buffer) for name, constant in self._read.items())
         return tensors
-
-    def _upload_constants(self) -> None:
-        """Those that are not on the device, or have changed since they were put there.
-
-        A loss scale is one, and so are the weights of a module that is not distributed. They are
-        compared by their numbers, since writes to `.data` or by NumPy are not counted by PyTorch.
-        """
-        known = self._copies
-        copies = {
-            name: value.detach().clone()
-            for name, value in self._given.items()
-            if name not in known or not torch.equal(value, known[name])
-        }
-        if not copies:
-            return
-        uploaded = self._backend.put(list(copies.values()), owned=True)
-        self._constants.update(zip(copies, uploaded, strict=True))
-        self._copies.update(copies)
 
     def _objectives(self, scale: float) -> dict[torch.dtype, torch.Tensor]:
         """The gradient of the objectives; on the device it stays until it changes."""
@@ -238,14 +225,6 @@ class PlanRunner:
         keys = [(stage, mb) for stage in self.plan.random_stages for mb in microbatches]
         values = [torch.tensor(_mix(seed, *key), dtype=torch.int64) for key in keys]
         return dict(zip(keys, self._backend.put(values), strict=True))
-
-    def _zeros_of(self, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        """What gradients start from: new buffers where backwards take them, else the same."""
-        if self._backend.donates:
-            return self._backend.zeros(specs)
-        new = [spec for spec in dict.fromkeys(specs) if spec not in self._zeros]
-        self._zeros.update(zip(new, self._backend.zeros(new), strict=True))
-        return [self._zeros[spec] for spec in specs]
 
 
 def _mix(seed: int, stage: int, microbatch: int) -> int:

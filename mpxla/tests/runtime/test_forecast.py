@@ -27,7 +27,8 @@ def hold_and_predict(pipeline):
     save = LiveValues.save
     held = current().backend.adopt([*model.local_parameters(), *model.local_buffers()])
     (plan,) = (known.runner for known in model._engine.calls.plans)
-    fixed = {id(t) for t in (*held, *plan._constants.values(), *plan._objective_seeds[1].values())}
+    read = [constant.buffer for constant in plan._read.values()]
+    fixed = {id(t) for t in (*held, *read, *plan._objective_seeds[1].values())}
 
     def counting_save(values, stage, microbatch, saved, own):
         unique = {id(t): t.nbytes for t in saved if id(t) not in fixed}

@@ -1,5 +1,7 @@
 """`StepOutput`, and results in the structure that the step function returned."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -68,7 +70,7 @@ def test_the_structure_comes_back():
         fetched.append(index)
         return values[index]
 
-    part = Part(leaves, structure, (0, 1), fetch)
+    part = Part(leaves, structure, (0, 1), {i: partial(fetch, i) for i in range(3)})
     first, named, (none, last) = build_outputs([part], slice(None), list, list)
     assert fetched == [1], "only Python numbers are waited for"
     assert named == {"a": "text", "b": [[10, 11], [4, 4]]}

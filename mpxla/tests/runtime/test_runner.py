@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpxla.comm.stall import Progress
+from mpxla.runtime.constants import Constants
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.passes import CallRunner
 from mpxla.runtime.plans import Plan
@@ -57,7 +58,10 @@ def runner_of(is_training):
     states = States()
     backend.calls.clear()
     writes = StepWrites(plan.cut.step, states, backend, None, (0,))
-    runner = PlanRunner(plan, states, Link(), 0, backend, reduction, ("model",), checks, writes)
+    runner = PlanRunner(
+        *(plan, states, Link(), 0, backend, reduction, ("model",), checks),
+        *(writes, Constants(backend)),
+    )
     return backend, runner, reduction
 
 
@@ -104,11 +108,11 @@ def test_the_seed_of_gradients_is_put_once_and_zeros_that_are_donated_are_new():
 def test_a_constant_that_was_written_to_and_a_new_loss_scale_are_put_again():
     backend, runner, reduction = runner_of(is_training=True)
     call(runner)
-    runner._given["scale"] = torch.ones(())
-    runner._copies["scale"] = torch.ones(())
+    scale = runner._read["scale"] = runner._constants.of(torch.ones(()))
+    runner._constants.upload([scale])
     for changes in (False, True):
         if changes:
-            runner._given["scale"].data.fill_(2.0)
+            scale.given.data.fill_(2.0)
             reduction.objective_scale /= 2
         backend.calls.clear()
         call(runner)
