@@ -155,16 +155,31 @@ def _dependences(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[list[bo
 
 
 def _of_updates(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[Group, ...]:
-    """Users of what the step updates."""
-    users: dict[str, list[int]] = {name: [] for name in sorted(updated)}
-    for index, node in enumerate(nodes):
-        for name in updated.intersection((*node.buffers, *node.parameters, *node.mutates)):
-            users[name].append(index)
-    return tuple(
-        Group(tuple(members), f"they use {name!r}, which the step updates")
-        for name, members in users.items()
-        if len(members) > 1
-    )
+    """Users of what the step updates, and of what else is in a module without children there.
+
+    A later step may read all of such a module at once (batch norm in an evaluation).
+    """
+    used = [{*node.buffers, *node.parameters, *node.mutates} for node in nodes]
+    inside: dict[str, set[str]] = {}
+    for name in set[str]().union(*used):
+        inside.setdefault(_module_of(name), set()).add(name)
+    parents = {"", *(parent for module in inside for parent in _parents(module))}
+    groups: list[Group] = []
+    for name in sorted(updated):
+        module = _module_of(name)
+        wanted = {name} if module in parents else inside[module]
+        members = tuple(index for index, own in enumerate(used) if not own.isdisjoint(wanted))
+        if len(members) > 1:
+            groups.append(Group(members, f"they use {name!r}, which the step updates"))
+    return tuple(groups)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _parents(module: str) -> list[str]:
+    return [module[:place] for place, letter in enumerate(module) if letter == "."]
 
 
 def _of_stuck_values(

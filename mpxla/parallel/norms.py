@@ -169,6 +169,15 @@ class GradientNorm:
         """Global ranks that have to clip together."""
         return self._world if self.is_divided else self._replica
 
+    def start(self) -> None:
+        """Starts what torch's operators left pending of gradients, all in one program.
+
+        torch_xla 2.9 takes two pending computations for the same if they differ only in which of
+        several alike tensors stands where. Read one after the other, gradients that were scaled by
+        their common norm would all be the first of their shape.
+        """
+        self._backend.flush()
+
     def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are no parameters of a model, here or elsewhere, and no copies of one."""
         known: set[int] = set()

@@ -98,9 +98,17 @@ def _clip_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         if _models_with(given) is not None:
             return clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
         rest = given or parameters  # torch warns of an empty generator
-        return original(rest, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = original(rest, max_norm, norm_type, error_if_nonfinite, foreach)
+        _start()
+        return norm
 
     return clip_all
+
+
+def _start() -> None:
+    models = current_models()
+    if models is not None:
+        models.gradient_norm.start()
 
 
 def _clip_value(original: Callable[..., None]) -> Callable[..., None]:
@@ -132,6 +140,7 @@ def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
                 "torch.nn.utils.clip_grad_norm_ or smp.clip_grad_norm_, which do both."
             )
         original(given, max_norm, total_norm, foreach)
+        _start()
 
     return clip_all
 

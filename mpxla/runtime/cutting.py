@@ -20,7 +20,7 @@ from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims
-from mpxla.graph.stepgraph import StepGraph, without_inputs
+from mpxla.graph.stepgraph import OutputKind, StepGraph, without_inputs
 from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
 from mpxla.log import get_logger
@@ -164,10 +164,16 @@ class StepCutter:
             step: what was captured.
             measured_s: seconds of its operators; estimated where not given.
             saved: what backwards keep, as an earlier cut found it.
-            fixed: parameter -> its pipeline ranks; where they live by default.
+            fixed: parameter, or buffer that the step changes -> its pipeline ranks; by default
+                where parameters live, and buffers that other steps change.
             config: to cut by in place of the own one.
         """
-        fixed = self._placement.ranks if fixed is None else fixed
+        stateful = self._placement.stateful
+        if fixed is None:
+            fixed = self._placement.ranks
+        else:
+            changed = {role.name for role in step.outputs if role.kind is OutputKind.BUFFER}
+            stateful |= changed & fixed.keys()
         config = config or self.config
         if saved is None and weighs_memory(config):
             saved = self._kept.saved(step)
@@ -177,7 +183,7 @@ class StepCutter:
             self._session.backend.lowering,
             self._pins(),
             fixed or None,
-            self._placement.stateful,
+            stateful,
             measured_s,
             saved,
             self.machine,

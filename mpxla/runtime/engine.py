@@ -270,13 +270,14 @@ class StepEngine:
         if self._cutter.chosen is None and not self._states.is_any_placed():
             cut = self._choose(cut, signature.function)
         used = self._models_of(cut)
-        new = self.placement.unsettled(used)
-        if new:
-            cut = self._follow_first_replica(cut, signature.function, new)
+        new, unread = self.placement.unsettled(used), self.placement.unread(cut)
+        if new or unread:
+            cut = self._follow_first_replica(cut, signature.function, [*new, *unread])
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
         self._compare_captured(cut.step)
         self._settle(self.placement.of_new(cut, new), used)
+        self.placement.move(self.placement.of_new(cut, unread))
         if not self.first_cuts:
             self._write_decision(cut)
         for label in used:

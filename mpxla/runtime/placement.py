@@ -46,6 +46,7 @@ class Placement:
         self._holders: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, tuple[int, ...]] = {}
         self.stateful: frozenset[str] = frozenset()
+        self._used: set[str] = set()
 
     def unsettled(self, labels: Iterable[str]) -> list[str]:
         """What some models have and is not placed: all of it, or what they have since then."""
@@ -133,32 +134,61 @@ class Placement:
         others = {name: held for name, held in self.ranks.items() if name not in names}
         self.ranks = {**self._states.from_own_names(label, own), **others}
 
+    def unread(self, cut: CutStep) -> list[str]:
+        """Placed buffers that a step changes and that no step has used so far.
+
+        They are with the rest of their module, or on rank 0, and may still move.
+        """
+        if self._config.pipeline_parallel_degree == 1:
+            return []
+        owners = {name: self._states.own_name(name) for name in _changed(cut) - self._used}
+        return sorted(
+            name
+            for name, (label, own) in owners.items()
+            if own in self._of_model.get(label, ()) and own in self._states[label].buffers
+        )
+
+    def move(self, ranks: Mapping[str, tuple[int, ...]]) -> None:
+        """Brings placed buffers to other pipeline ranks. All ranks of a pipeline call it."""
+        for name, where in sorted(ranks.items()):
+            holders = self.ranks[name]
+            self._copy(name, [rank for rank in where if rank not in holders])
+            if self._pp_rank in holders and self._pp_rank not in where:
+                self._states.leave_buffer(name)
+            self._set_ranks(name, where)
+
     def provide_missing(self, cut: CutStep) -> None:
         """Copies buffers to ranks that read them in this step and did not in earlier ones."""
         for name, ranks in sorted(cut.parameter_ranks().items()):
             holders = self.ranks[name]
             new = [rank for rank in ranks if rank not in holders]
-            if not new:
-                continue
-            label, own = self._states.own_name(name)
-            assert own in self._states[label].buffers, "the partitioner keeps parameters in place"
-            value = self._states[label].buffers[own]
-            if self._pp_rank == holders[0]:
-                self._link.send_values(new, [value], "tied")
-            elif self._pp_rank in new:
-                (copy,) = self._link.receive_from(holders[0], [TensorSpec.of(value)], "tied")()
-                self._states.adopt_buffer(name, copy)
-            self.ranks[name] = tuple(sorted((*holders, *new)))
-            for placed, held in self._of_model.items():
-                held.update(self._states.to_own_names(placed, {name: self.ranks[name]}))
+            if new:
+                self._copy(name, new)
+                self._set_ranks(name, tuple(sorted((*holders, *new))))
+
+    def _copy(self, name: str, new: Sequence[int]) -> None:
+        """Sends a buffer to more pipeline ranks."""
+        label, own = self._states.own_name(name)
+        assert own in self._states[label].buffers, "the partitioner keeps parameters in place"
+        value, source = self._states[label].buffers[own], self.ranks[name][0]
+        if new and self._pp_rank == source:
+            self._link.send_values(new, [value], "tied")
+        elif self._pp_rank in new:
+            (copy,) = self._link.receive_from(source, [TensorSpec.of(value)], "tied")()
+            self._states.adopt_buffer(name, copy)
+
+    def _set_ranks(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.ranks[name] = ranks
+        for placed, held in self._of_model.items():
+            held.update(self._states.to_own_names(placed, {name: ranks}))
 
     def note_changes(self, cut: CutStep) -> None:
-        """Remembers which buffers and parameters steps change.
+        """Remembers what steps use, and which buffers and parameters they change.
 
         Raises:
             StepError: one of them is on several ranks.
         """
-        changed = {name for stage in cut.stages for name in stage.new_buffers}
+        changed = _changed(cut)
         for name in sorted(changed):
             if len(self.ranks[name]) > 1:
                 raise StepError(
@@ -167,3 +197,8 @@ class Placement:
                     f"Call the function that changes it (the training step) first."
                 )
         self.stateful |= changed
+        self._used |= cut.parameter_ranks().keys()
+
+
+def _changed(cut: CutStep) -> set[str]:
+    return {name for stage in cut.stages for name in stage.new_buffers}

@@ -144,6 +144,11 @@ class ModelState:
         self.set_buffer(name, value)
         self.local_names = (self.local_names or frozenset()) | {name}
 
+    def leave_buffer(self, name: str) -> None:
+        """Frees a buffer, which other ranks hold from now on."""
+        self.set_buffer(name, self.buffers[name].to("meta"))
+        self.local_names = (self.local_names or frozenset()) - {name}
+
     def divide(self, index: int, size: int, threshold: int, gradients_only: bool) -> None:
         """Decides which parameters the ranks of a sharding group divide. Before placing.
 

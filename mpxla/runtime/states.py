@@ -187,6 +187,12 @@ class ModelStates:
             for own in (own for own, known in names.items() if known == name):
                 self._states[label].adopt_buffer(own, value)
 
+    def leave_buffer(self, name: str) -> None:
+        """Frees a buffer here, which other ranks hold from now on."""
+        for label, names in self._names.items():
+            for own in (own for own, known in names.items() if known == name):
+                self._states[label].leave_buffer(own)
+
     def to_own_names(
         self, label: str, values: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:

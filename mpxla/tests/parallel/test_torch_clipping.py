@@ -1,5 +1,6 @@
 """Torch's clipping functions on parameters of the model, and on others."""
 
+import functools
 import math
 import re
 
@@ -204,3 +205,74 @@ def test_norms_of_parameters_are_right_and_global_ones_are_warned_of():
         assert "ClippingLamb updates a parameter by the values of others too" in lines[0]
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Alike(nn.Module):
+    """Layers of one shape."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x).square().sum()
+
+
+def scale_by_hand(parameters):
+    """As scripts do; nothing is read in between."""
+    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+    for p in parameters:
+        p.grad.mul_(0.01 / norm)
+
+
+def clip_with_norm(parameters):
+    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+    clip_grads_with_norm_(parameters, 0.01, norm)
+
+
+CLIPPINGS = {
+    "norm": lambda parameters: clip_grad_norm_(parameters, 0.01),
+    "with norm": clip_with_norm,
+    "by hand": scale_by_hand,
+}
+
+
+def clip_alike(model, name, backward, wrap=lambda optimizer: optimizer):
+    """Gradients that are read one by one, and what an optimizer makes that reads numbers."""
+    parameters = list(model.parameters())
+    optimizer = wrap(torch.optim.Adafactor(parameters, lr=0.1))
+    gradients = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(torch.arange(24.0).view(4, 6) / 10)
+        CLIPPINGS[name](parameters)
+        if name != "by hand":
+            gradients += [p.grad.detach().cpu().clone() for p in parameters]
+        optimizer.step()
+    return gradients, [p.detach().cpu() for p in parameters]
+
+
+def clip_alike_distributed():
+    smp.init({"pipeline_parallel_degree": 1})
+    found = {}
+    for name in CLIPPINGS:
+        model = smp.DistributedModel(Alike())
+        backward = functools.partial(smp.step(loss_of_alike), model)
+        found[name] = clip_alike(model, name, backward, smp.DistributedOptimizer)
+    return found
+
+
+def loss_of_alike(model, x):
+    loss = model(x)
+    model.backward(loss)
+    return loss
+
+
+def test_gradients_of_one_shape_stay_apart():
+    (found,) = run_ranks(clip_alike_distributed, 1)
+    for name, (gradients, values) in found.items():
+        plain = Alike()
+        expected = clip_alike(plain, name, lambda x, plain=plain: plain(x).backward())
+        for got, own in zip((*gradients, *values), (*expected[0], *expected[1]), strict=True):
+            torch.testing.assert_close(got, own, msg=name)
