@@ -7,13 +7,13 @@ knows how it was captured or how it will be cut.
 import enum
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from mpxla.graph.decisions import Decisions
-from mpxla.graph.typed import outputs_of
+from mpxla.graph.typed import outputs_of, schema_of
 from mpxla.graph.user_code import line_of
 
 __all__ = [
@@ -236,8 +236,7 @@ def is_random(node: fx.Node) -> bool:
     """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    parameters = cast(torch._ops.OpOverload, node.target)._schema.arguments
-    given = {p.name: p.default_value for p in parameters}
+    given = {p.name: p.default_value for p in schema_of(node).arguments}
     given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
     is_idle = 0 in (given.get(name) for name in ("dropout", "dropout_p"))
     return not is_idle and False not in (given.get(name) for name in ("train", "training"))

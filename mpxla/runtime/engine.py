@@ -415,11 +415,7 @@ class StepEngine:
         return self._together(group, what, lambda: self._cutter.cut(call, function))
 
     def _together(
-        self,
-        group: Sequence[int],
-        what: str,
-        work: Callable[[], _T],
-        is_long: bool = True,
+        self, group: Sequence[int], what: str, work: Callable[[], _T], is_long: bool = True
     ) -> _T:
         """Does something on all ranks of a group; if one of them fails, all raise.
 
