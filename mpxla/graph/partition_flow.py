@@ -75,7 +75,7 @@ def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
     for index, node in enumerate(nodes):
         for source in dict.fromkeys(node.inputs):
             consumers[source].append(index)
-    updates = _of_updates(nodes, updated)
+    updates = _of_updates(nodes, updated, in_spine)
     stuck = _of_stuck_values(nodes, consumers, in_spine)
     fixed = {member for group in stuck for member in group.members}
     movable = frozenset(
@@ -154,10 +154,13 @@ def _dependences(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[list[bo
     return from_input, in_spine
 
 
-def _of_updates(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[Group, ...]:
+def _of_updates(
+    nodes: Sequence[GraphNode], updated: set[str], in_spine: Sequence[bool]
+) -> tuple[Group, ...]:
     """Users of what the step updates, and of what else is in a module without children there.
 
-    A later step may read all of such a module at once (batch norm in an evaluation).
+    A later step may read all of such a module at once (batch norm in an evaluation). What does not
+    belong to the spine can be computed on any stage.
     """
     used = [{*node.buffers, *node.parameters, *node.mutates} for node in nodes]
     inside: dict[str, set[str]] = {}
@@ -168,7 +171,11 @@ def _of_updates(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[Group, .
     for name in sorted(updated):
         module = _module_of(name)
         wanted = {name} if module in parents else inside[module]
-        members = tuple(index for index, own in enumerate(used) if not own.isdisjoint(wanted))
+        members = tuple(
+            index
+            for index, own in enumerate(used)
+            if name in own or (in_spine[index] and not own.isdisjoint(wanted))
+        )
         if len(members) > 1:
             groups.append(Group(members, f"they use {name!r}, which the step updates"))
     return tuple(groups)

@@ -28,6 +28,7 @@ __all__ = [
     "StepGraph",
     "describe",
     "is_random",
+    "may_draw",
     "module_path",
     "place",
     "without_inputs",
@@ -229,12 +230,17 @@ def describe(node: fx.Node) -> str:
     return f"{name} in {place(node)}"
 
 
+def may_draw(node: fx.Node) -> bool:
+    """Whether the node's operator draws random numbers for some arguments."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers, so that running it twice gives different values.
 
     Attention, recurrent layers and dropouts draw none with a probability of 0, or in evaluation.
     """
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not may_draw(node):
         return False
     given = {p.name: p.default_value for p in schema_of(node).arguments}
     given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.regions import Layers, Region, region_of
-from mpxla.graph.stepgraph import is_random
+from mpxla.graph.stepgraph import may_draw
 from mpxla.graph.typed import input_of
 
 __all__ = ["partition_joint"]
@@ -58,7 +58,10 @@ def partition_joint(
 
 
 def _tag(graph: fx.Graph, keeps_nothing: bool) -> None:
-    """Tells the partitioner what to do about every node that it may not decide on."""
+    """Tells the partitioner what to do about every node that it may not decide on.
+
+    It takes operators for random by their tags alone, and would have them draw the same again.
+    """
     if keeps_nothing:  # the whole stage is one region
         groups = {n: None for n in graph.nodes if not _is_of_derivative(n)}
         kept: set[fx.Node] = set()
@@ -70,10 +73,10 @@ def _tag(graph: fx.Graph, keeps_nothing: bool) -> None:
         if node.op != "call_function":
             continue
         sources = node.all_input_nodes
-        if is_random(node) or (sources and from_random.issuperset(sources)):
+        if may_draw(node) or (sources and from_random.issuperset(sources)):
             from_random.add(node)
         decision = None
-        if is_random(node) or is_collective(node) or node in kept:
+        if may_draw(node) or is_collective(node) or node in kept:
             decision = CheckpointPolicy.MUST_SAVE
         elif node in groups and node not in from_random:
             decision = _decision(node, keeps_nothing)
@@ -87,7 +90,7 @@ def _tag_derived(graph: fx.Graph, sources: set[fx.Node]) -> None:
     derived = set(sources)
     for node in graph.nodes if sources else ():
         inputs = node.all_input_nodes
-        is_free = node.op == "call_function" and not is_random(node) and not is_collective(node)
+        is_free = node.op == "call_function" and not may_draw(node) and not is_collective(node)
         if is_free and inputs and derived.issuperset(inputs) and not _is_of_derivative(node):
             derived.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

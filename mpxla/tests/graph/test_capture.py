@@ -142,7 +142,6 @@ MAY_DRAW = {
     "dropout of channels": nn.Dropout1d,
     "attention": partial(Attention, 6, 2),
     "LSTM": partial(nn.LSTM, 6, 3, 2),
-    "GRU": partial(nn.GRU, 6, 3, 2),
     "RNN": partial(nn.RNN, 6, 3, 2),
 }
 
