@@ -162,20 +162,20 @@ def _of_updates(
     A later step may read all of such a module at once (batch norm in an evaluation). What does not
     belong to the spine can be computed on any stage.
     """
-    used = [{*node.buffers, *node.parameters, *node.mutates} for node in nodes]
-    inside: dict[str, set[str]] = {}
-    for name in set[str]().union(*used):
-        inside.setdefault(_module_of(name), set()).add(name)
+    users: dict[str, list[int]] = {}
+    for index, node in enumerate(nodes):
+        for name in {*node.buffers, *node.parameters, *node.mutates}:
+            users.setdefault(name, []).append(index)
+    inside: dict[str, list[str]] = {}
+    for name in users:
+        inside.setdefault(_module_of(name), []).append(name)
     parents = {"", *(parent for module in inside for parent in _parents(module))}
     groups: list[Group] = []
     for name in sorted(updated):
         module = _module_of(name)
-        wanted = {name} if module in parents else inside[module]
-        members = tuple(
-            index
-            for index, own in enumerate(used)
-            if name in own or (in_spine[index] and not own.isdisjoint(wanted))
-        )
+        beside = [] if module in parents else inside[module]
+        in_module = (index for other in beside for index in users[other] if in_spine[index])
+        members = tuple(sorted({*users[name], *in_module}))
         if len(members) > 1:
             groups.append(Group(members, f"they use {name!r}, which the step updates"))
     return tuple(groups)
