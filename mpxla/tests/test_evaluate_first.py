@@ -11,6 +11,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.wrong_uses import evaluate, train
 
 pytestmark = pytest.mark.ranks
 
@@ -61,18 +62,6 @@ def batch(number):
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
 
 
-@smp.step
-def train_step(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
-@smp.step
-def evaluate(model, x):
-    return model(x)
-
-
 ORDERS = {"evaluated first": "etete", "trained first": "tette"}
 
 
@@ -85,7 +74,7 @@ def run(name, order, config):
         model.train(letter == "t")
         if letter == "t":
             optimizer.zero_grad()
-            results.append(train_step(model, batch(number)).stack())
+            results.append(train(model, batch(number)).stack())
             optimizer.step()
         else:
             results.append(evaluate(model, batch(number)).concat())

@@ -102,15 +102,11 @@ class Peak:
         self._thread.join()
 
 
-def train(config, width):
-    """Runs on every rank: (bytes after some steps, bytes at the peak of another one)."""
+def held_and_peak(model, optimizer, width, num_calls=1):
+    """Trains: (bytes after some steps, bytes at the peak of another one), of several calls each."""
     import mpxla as smp
     from mpxla.session import current
 
-    smp.init({"ddp": True, "sdp_param_persistence_threshold": 1000, **config})
-    before = held_bytes()
-    model = smp.DistributedModel(Model(width))
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     batch = torch.randn(4, width)
 
     @smp.step
@@ -121,7 +117,8 @@ def train(config, width):
 
     def run():
         optimizer.zero_grad()
-        step(model, batch)
+        for _ in range(num_calls):
+            step(model, batch)
         optimizer.step()
         current().backend.wait()
 
@@ -130,8 +127,20 @@ def train(config, width):
     held = held_bytes()
     with Peak() as peak:
         run()
+    return held, peak.bytes
+
+
+def train(config, width):
+    """Runs on every rank: (bytes after some steps, bytes at the peak of another one)."""
+    import mpxla as smp
+
+    smp.init({"ddp": True, "sdp_param_persistence_threshold": 1000, **config})
+    before = held_bytes()
+    model = smp.DistributedModel(Model(width))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    held, peak = held_and_peak(model, optimizer, width)
     smp.shutdown()
-    return held - before, peak.bytes - before
+    return held - before, peak - before
 
 
 def grown(config):

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from mpxla.tests.ranks.run import run_ranks
-from mpxla.tests.test_sharded_memory import NUM_BLOCKS, Model, Peak, block_bytes, held_bytes
+from mpxla.tests.test_sharded_memory import (
+    NUM_BLOCKS,
+    Model,
+    Peak,
+    block_bytes,
+    held_and_peak,
+    held_bytes,
+)
 
 pytestmark = [
     pytest.mark.ranks,
@@ -41,34 +48,14 @@ def grown(measure, sizes, *args):
 def step_peak(width, config, num_calls):
     """(bytes after some steps, bytes at the peak of a step of several calls)."""
     import mpxla as smp
-    from mpxla.session import current
 
     smp.init(config)
     before = held_bytes()
     model = smp.DistributedModel(Model(width), bucket_cap_mb=2.5)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001))
-    batch = torch.randn(4, width)
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    def run():
-        optimizer.zero_grad()
-        for _ in range(num_calls):
-            step(model, batch)
-        optimizer.step()
-        current().backend.wait()
-
-    for _ in range(3):
-        run()
-    held = held_bytes()
-    with Peak() as peak:
-        run()
+    held, peak = held_and_peak(model, optimizer, width, num_calls)
     smp.shutdown()
-    return held - before, peak.bytes - before
+    return held - before, peak - before
 
 
 @pytest.mark.parametrize(
