@@ -89,6 +89,7 @@ class StepEngine:
         self._states = ModelStates()
         self._members: dict[str, Member] = {}
         self._group = session.topology.pp_group(session.rank)
+        self._replica = session.topology.mp_group(session.rank)
         self._pp_rank = session.topology.pp_rank(session.rank)
         sharing = session.topology.tp_group(session.rank)
         sharding = session.topology.sdp_group(session.rank)
@@ -258,7 +259,7 @@ class StepEngine:
     def _build(self, call: Call, name: str, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
-        self._together(self._group, f"step function {name}", self.take_in, is_long=False)
+        self._together(f"step function {name}", self.take_in, is_long=False)
         if self._states.is_any_placed():
             self._meet_new()
         else:
@@ -293,7 +294,6 @@ class StepEngine:
         gathers_once = bool(shards) and self._cutter.gathers_once(cut)
         is_for_speed = config.optimize == "speed"
         plan = self._together(
-            self._group,
             f"step function {signature.function}",
             lambda: compile_stages(
                 cut,
@@ -379,7 +379,7 @@ class StepEngine:
             except RankMismatch as error:  # as the other replicas know
                 raise as_announced(error) from None
 
-        self._together(self._group, "what ranks gather", settle)
+        self._together("what ranks gather", settle)
         return exchanges
 
     def _whole(
@@ -396,28 +396,28 @@ class StepEngine:
                     drawer = None if call.drawer is None else call.drawer.again()
                     own = replace(call.signature, answers=(*answers, guess))
                     one = replace(call, signature=own, drawer=drawer)
-                    cut, *_ = self._cut_together(one, function, self._group)
+                    cut, *_ = self._cut_together(one, function, self._replica)
                     if not cut.step.is_question:
                         return cut
                     answers = own.answers or ()
         return None
 
     def _cut_together(
-        self, call: Call, function: Callable[..., Any], group: Sequence[int] | None = None
+        self, call: Call, function: Callable[..., Any], group: Sequence[int] = ()
     ) -> tuple[CutStep, Signature, list[Read]]:
         """The step cut on all ranks; each raises its own error if it has one.
 
-        The first step is cut by all replicas, later ones by the ranks of one pipeline.
+        The first step is cut by all replicas, later ones by the ranks of one replica.
         """
         world = self._session.topology.world_group()
-        group = group or (self._group if self._states.is_any_placed() else world)
+        group = group or (self._replica if self._states.is_any_placed() else world)
         what = f"step function {call.signature.function}"
-        return self._together(group, what, lambda: self._cutter.cut(call, function))
+        return self._together(what, lambda: self._cutter.cut(call, function), group)
 
     def _together(
-        self, group: Sequence[int], what: str, work: Callable[[], _T], is_long: bool = True
+        self, what: str, work: Callable[[], _T], group: Sequence[int] = (), is_long: bool = True
     ) -> _T:
-        """Does something on all ranks of a group; if one of them fails, all raise.
+        """Does something on all ranks of a group, or of this replica; if one fails, all raise.
 
         Where the group is all there is, every rank knows then, and the session can go on.
         """
@@ -426,6 +426,7 @@ class StepEngine:
             result = work()
         except Exception as raised:  # the user's code may raise anything
             error = raised
+        group = group or self._replica  # those that share tensors find the same errors
         if tuple(group) == tuple(self._session.topology.world_group()):
             self._known_to_all = error
         if is_long:
@@ -447,7 +448,6 @@ class StepEngine:
         if not self._cutter.chosen:
             return cut
         return self._together(
-            self._group,
             f"step function {function}",
             lambda: self._cutter.cut_captured(cut.step, measured_s, cut.saved or None),
         )
