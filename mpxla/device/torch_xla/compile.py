@@ -204,8 +204,9 @@ def compile_graph(
                 return _compile_whole(name, module, inputs, device)
             except Exception as error:  # torch_xla raises anything
                 _recover()
-                annotate(module.graph, inputs, module)
-                if not _learn(module.graph, device):
+                annotate(module.graph, inputs, module)  # before, what is known may not be found
+                known = any(map(needs_host, module.graph.nodes))
+                if not known and not _learn(module.graph, device):
                     raise _as_lowering_error(name, error) from error
         return _compile_in_pieces(name, module, inputs, device, groups or {})
     except BaseException:

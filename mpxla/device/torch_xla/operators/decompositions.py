@@ -277,6 +277,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
             _aten.glu_backward.default,
             _aten.native_dropout.default,
             _aten.native_dropout_backward.default,
+            _aten._native_batch_norm_legit.no_stats,  # its kernel gives 16 bits as float32
             _aten._native_batch_norm_legit_functional.default,
             _aten.native_batch_norm_backward.default,
         ]
