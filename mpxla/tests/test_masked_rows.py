@@ -103,7 +103,8 @@ def train(num_stages, functions):
     ("num_stages", "functions"),
     [
         (1, EXPERTS),
-        pytest.param(2, [*EXPERTS, *OTHERS], marks=pytest.mark.slow),
+        pytest.param(2, EXPERTS, marks=pytest.mark.slow),
+        pytest.param(2, OTHERS, marks=pytest.mark.slow),
     ],
 )
 def test_trains_as_plain_torch(num_stages, functions):
