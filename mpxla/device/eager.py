@@ -174,7 +174,7 @@ class EagerBackend(TensorBuffers, Alone):
         self, tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None] = ()
     ) -> list[torch.Tensor]:
         """The tensors themselves."""
-        return [tensor.detach() for tensor in tensors]
+        return list(tensors)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the host."""

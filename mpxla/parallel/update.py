@@ -30,6 +30,7 @@ from mpxla.log import get_logger
 from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.programs import wide_dtype
 from mpxla.parallel.update_graph import recall_update
+from mpxla.parallel.update_parts import UpdateInParts, update_in_parts
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.parallel.update_slots import Slots, constants_of
@@ -45,6 +46,7 @@ from mpxla.stage.spec import TensorSpec
 
 __all__ = ["CompiledUpdate"]
 
+_NAME = "optimizer update"
 # Settings that change in every step (cyclic momentum) would compile a program in every step.
 _MAX_PROGRAMS = 8
 
@@ -78,7 +80,7 @@ class CompiledUpdate:
         self._rounding = rounding
         self._pieces = OptimizerPieces(optimizer, {}) if pieces is None else pieces
         self._optimizer = optimizer
-        self._programs: dict[Any, Executable] = {}
+        self._programs: dict[Any, Executable | UpdateInParts] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._slots: Slots | None = None
         self._rates: dict[float, torch.Tensor] = {}
@@ -157,11 +159,14 @@ class CompiledUpdate:
         arguments = [*self._backend.adopt(slots.tensors, slots.held), *self._upload_rates(slots)]
         if self._rounding is not None:
             arguments.append(self._rounding.key())
+        takes_memory = self._backend.donates or isinstance(program, UpdateInParts)
         try:
-            slots.let_go()
+            if takes_memory:
+                slots.let_go(arguments)
             results = program(arguments)
-        except BaseException:  # it did not start, and has taken nothing
-            slots.take_back([arguments[i] for i in slots.donated])
+        except BaseException:  # it did not start and has taken nothing, or has put in new values
+            if takes_memory:
+                slots.take_back([arguments[i] for i in slots.donated])
             raise
         slots.store(results)
         self._slots = slots
@@ -175,7 +180,7 @@ class CompiledUpdate:
             parameter.grad = gradient
         self._hidden = []
 
-    def _program(self, slots: Slots) -> Executable | None:
+    def _program(self, slots: Slots) -> Executable | UpdateInParts | None:
         program = self._programs.get(slots.key)
         if program is not None:
             return program
@@ -201,7 +206,7 @@ class CompiledUpdate:
         self._programs[slots.key] = program
         return program
 
-    def _compile(self, slots: Slots) -> Executable:
+    def _compile(self, slots: Slots) -> Executable | UpdateInParts:
         rate = TensorSpec((), wide_dtype(self._backend))
         inputs = [*(TensorSpec.of(t) for t in slots.tensors), *(rate for _ in slots.rates)]
         origins = None
@@ -213,7 +218,10 @@ class CompiledUpdate:
             graph = recall_update(*arguments, (True, rate.dtype, self._counts, origins))
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
             graph = recall_update(*arguments, (False, rate.dtype, self._counts, origins))
-        return self._backend.compile("optimizer update", graph, inputs, slots.donated)
+        if self._backend.donates:
+            return self._backend.compile(_NAME, graph, inputs, slots.donated)
+        parts = update_in_parts(_NAME, graph, inputs, slots.changed, self._backend)
+        return parts or self._backend.compile(_NAME, graph, inputs)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""

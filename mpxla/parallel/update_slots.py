@@ -186,8 +186,7 @@ class Slots:
         # Sorted as `donated` is: jax gives the memory of the first donated argument of a shape to
         # the first result of that shape. Else each takes another's, and XLA copies both.
         self.changed = sorted({slot for places in flat for slot in places.changed})
-        taken = set(self.changed) - set(self._gradient_places)
-        self.donated = sorted(taken) if self._backend.donates else []
+        self.donated = sorted(set(self.changed) - set(self._gradient_places))
         self._written = [*zip(self._parameter_places, self._parameters, strict=True)]
         self._written += self._sources.items()
         written = {place for place, _ in self._written}
@@ -237,20 +236,25 @@ class Slots:
         is_complete = all(isinstance(t, torch.Tensor) and is_there(t) for t in new)
         return is_complete and len(set(map(id, found))) == len(found)
 
-    def let_go(self) -> None:
+    def let_go(self, arguments: list[Buffer]) -> None:
         """Forgets what is donated, before the program that takes its memory is called.
 
         A view that somebody sees keeps its memory from being taken, and those here would. So do
         views that users hold: parameters with such keep their memory, and are written to later.
+
+        Args:
+            arguments: those of the program. Parameters among them are replaced by their values.
         """
-        if not self.donated:
-            return
         taken = set(self.donated)
         for state, key, place in self._entries:
             if place in taken:
                 state[key] = None
         has_views = self._backend.has_views
-        release(p for place, p in self._written if place in taken and not has_views(p))
+        written = [(place, p) for place, p in self._written if place in taken and not has_views(p)]
+        for place, parameter in written:
+            if arguments[place] is parameter:
+                arguments[place] = parameter.detach()
+        release(parameter for _, parameter in written)
         self._forget()
 
     def _forget(self) -> None:
