@@ -37,8 +37,6 @@ class UpdateInParts:
         backend: runs them.
     """
 
-    is_random = False
-
     def __init__(
         self,
         name: str,
@@ -47,6 +45,7 @@ class UpdateInParts:
         backend: Backend,
     ):
         self.name = name
+        self.is_random = any(program.is_random for program, _, _ in parts)
         self._parts = parts
         self._changed = changed
         self._backend = backend

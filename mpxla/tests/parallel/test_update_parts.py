@@ -8,7 +8,7 @@ from mpxla.device.eager import EagerBackend
 from mpxla.parallel import update_parts
 from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_parts import UpdateInParts
-from mpxla.tests.parallel.test_update import OPTIMIZERS
+from mpxla.tests.parallel.test_update import LAZY, OPTIMIZERS
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.unit
@@ -133,6 +133,15 @@ def test_an_update_of_which_all_depends_on_all_is_one_program():
     train(found, update.step, range(2))
     (program,) = update._programs.values()
     assert not isinstance(program, UpdateInParts)
+    torch.testing.assert_close(found, plain)
+
+
+def test_an_update_that_draws_numbers_is_not_compiled():
+    plain, optimizer = started(OPTIMIZERS["Noisy"])
+    train(plain, optimizer.step, range(2))
+    found, _, _, update = compiled(OPTIMIZERS["Noisy"])
+    train(found, update.step, range(2))
+    assert update.reason == LAZY["Noisy"]
     torch.testing.assert_close(found, plain)
 
 
