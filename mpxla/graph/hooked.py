@@ -16,6 +16,7 @@ from torch import fx
 from mpxla.errors import CaptureError
 from mpxla.graph.functions import traced_function
 from mpxla.graph.gradients import is_differentiated_by
+from mpxla.graph.split import ancestors
 from mpxla.graph.stepgraph import InputKind, InputRole, describe
 from mpxla.graph.typed import arguments_of
 from mpxla.graph.user_code import line_of
@@ -50,7 +51,7 @@ def place_hooks(graph: fx.Graph, inputs: Sequence[InputRole]) -> None:
 def _place(
     graph: fx.Graph, hook: fx.Node, tensors: Sequence[fx.Node], roles: dict[fx.Node, InputRole]
 ) -> None:
-    before = _ancestors(hook)
+    before = ancestors(hook.all_input_nodes)
     parts = {part.args[1]: part for part in hook.users}
     ends = [hook, *sorted(parts.values())]
     moved: set[fx.Node] = set()
@@ -89,17 +90,6 @@ def _twins(tensor: fx.Node, roles: dict[fx.Node, InputRole]) -> list[fx.Node]:
     if role is None or role.kind is not InputKind.PARAMETER:
         return [tensor]
     return [node for node, other in roles.items() if other == role]
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
-    return found
 
 
 def _check_reader(user: fx.Node, hook: fx.Node) -> None:

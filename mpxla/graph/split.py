@@ -14,7 +14,7 @@ from torch import fx
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, StepGraph
 from mpxla.stage.spec import InputPort, OutputPort, StageSpec, TensorSpec, Transfer
 
-__all__ = ["backward_transfers", "copy_nodes", "forward_transfers", "split_stages"]
+__all__ = ["ancestors", "backward_transfers", "copy_nodes", "forward_transfers", "split_stages"]
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,18 @@ def _output_port(node: fx.Node, borders: _Borders) -> OutputPort:
         consumers=consumers,
         grad_sources=tuple(stage for stage in consumers if borders.has_grad(node, stage)),
     )
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they depend on."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def copy_nodes(

@@ -29,7 +29,7 @@ from mpxla.kept import Kept
 from mpxla.log import get_logger
 from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.programs import wide_dtype
-from mpxla.parallel.update_graph import recall_update
+from mpxla.parallel.update_graph import UPDATE, recall_update
 from mpxla.parallel.update_parts import UpdateInParts, update_in_parts
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
@@ -46,7 +46,6 @@ from mpxla.stage.spec import TensorSpec
 
 __all__ = ["CompiledUpdate"]
 
-_NAME = "optimizer update"
 # Settings that change in every step (cyclic momentum) would compile a program in every step.
 _MAX_PROGRAMS = 8
 
@@ -219,9 +218,9 @@ class CompiledUpdate:
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
             graph = recall_update(*arguments, (False, rate.dtype, self._counts, origins))
         if self._backend.donates:
-            return self._backend.compile(_NAME, graph, inputs, slots.donated)
-        parts = update_in_parts(_NAME, graph, inputs, slots.changed, self._backend)
-        return parts or self._backend.compile(_NAME, graph, inputs)
+            return self._backend.compile(UPDATE, graph, inputs, slots.donated)
+        parts = update_in_parts(UPDATE, graph, inputs, slots.changed, self._backend)
+        return parts or self._backend.compile(UPDATE, graph, inputs)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""

@@ -28,9 +28,9 @@ from mpxla.parallel.update_trace import UpdateFunction, python_state, without_te
 from mpxla.stage.program import trace_program
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["recall_update"]
+__all__ = ["UPDATE", "recall_update"]
 
-_NAME = "optimizer update"
+UPDATE = "optimizer update"
 _Settings = tuple[bool, torch.dtype, frozenset[str], Mapping[int, Origin] | None]
 
 
@@ -102,7 +102,7 @@ def _update_graph(
     # Noise is drawn by where an element is in the model, so there no two parameters are equal.
     if type(optimizer) not in ELEMENTWISE or origins is not None:
         function = UpdateFunction(arrangement, optimizer, *settings)
-        return trace_program(_NAME, function, inputs, lowering)
+        return trace_program(UPDATE, function, inputs, lowering)
     graph = fx.Graph()
     arguments = [graph.placeholder(f"argument_{i}") for i in range(len(inputs))]
     rates = range(arrangement.num_slots, len(inputs))
@@ -123,7 +123,7 @@ def _update_graph(
             parts = traced[*kind, *kinds]
             if shape not in parts:
                 parts[shape] = _resized(parts, shape) or trace_program(
-                    _NAME, UpdateFunction(alone, optimizer, *settings), specs, lowering
+                    UPDATE, UpdateFunction(alone, optimizer, *settings), specs, lowering
                 )
                 constants |= _renamed_constants(parts[shape], f"kind_{len(constants)}")
             values = _copied(parts[shape].graph, graph, [arguments[i] for i in taken], shared)

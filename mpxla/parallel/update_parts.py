@@ -11,14 +11,15 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.device.backend import Backend, Buffer, Executable
-from mpxla.graph.split import copy_nodes
+from mpxla.graph.split import ancestors, copy_nodes
 from mpxla.graph.typed import outputs_of
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["UpdateInParts", "update_in_parts"]
 
 PART_BYTES = 64 << 20
-"""Of results. A smaller update is not divided: every part waits for the one before."""
+"""Of results, or more where there would be too many parts. A smaller update is not divided: every
+part waits for the one before."""
 _MAX_PARTS = 8
 _FEW_BYTES = 64
 """What parts may share: counts of steps, rates, keys of random numbers. Each computes with them."""
@@ -72,7 +73,6 @@ def update_in_parts(
     inputs: Sequence[TensorSpec],
     changed: Sequence[int],
     backend: Backend,
-    part_bytes: int = 0,
 ) -> UpdateInParts | None:
     """Compiles an update in parts; None where it is small, or where all depends on all.
 
@@ -82,8 +82,6 @@ def update_in_parts(
         inputs: specs of its arguments.
         changed: the place among the arguments that each result replaces.
         backend: compiles it.
-        part_bytes: about how large the results of a part shall be, or become if there would be
-            too many.
     """
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -95,7 +93,7 @@ def update_in_parts(
         root = together.get(result)
         sizes[root] = sizes.get(root, 0) + inputs[place].num_bytes
     total = sum(sizes.values())
-    count = min(total // (part_bytes or PART_BYTES), _MAX_PARTS)
+    count = min(total // PART_BYTES, _MAX_PARTS)
     part_of, before = dict[fx.Node | None, int](), 0
     for root, size in sizes.items():
         part_of[root] = before * count // total if total else 0
@@ -106,7 +104,7 @@ def update_in_parts(
     parts: list[tuple[Executable, list[int], list[int]]] = []
     for number in numbers:
         outputs = [j for j, node in enumerate(results) if part_of[together.get(node)] == number]
-        needed = _ancestors([results[j] for j in outputs])
+        needed = ancestors([results[j] for j in outputs])
         taken = [i for i, node in enumerate(placeholders) if node in needed]
         nodes = [n for n in graph.nodes if n in needed and n.op != "placeholder"]
         part = copy_nodes([placeholders[i] for i in taken], nodes, [results[j] for j in outputs])
@@ -132,14 +130,3 @@ def _dependent(graph: fx.Graph, large: Collection[fx.Node]) -> dict[fx.Node, fx.
             if source in parents:
                 parents[root(source)] = root(parents.setdefault(node, source))
     return {node: root(node) for node in parents}
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that they follow from."""
-    found, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left.extend(node.all_input_nodes)
-    return found

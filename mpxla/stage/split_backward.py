@@ -17,14 +17,14 @@ must not know schedules.
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from mpxla.graph.collectives import is_collective
-from mpxla.graph.split import copy_nodes
+from mpxla.graph.split import ancestors, copy_nodes
 from mpxla.graph.typed import outputs_of
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage
@@ -78,9 +78,9 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     results = outputs_of(whole)
     accumulators = results[: lowered.num_accumulators]
     input_grads = results[lowered.num_accumulators :]
-    first = _ancestors(input_grads)
+    first = ancestors(input_grads)
     first -= {node for node in first if node.op == "placeholder"}
-    second = {n for n in _ancestors(accumulators) if n.op != "placeholder" and n not in first}
+    second = {n for n in ancestors(accumulators) if n.op != "placeholder" and n not in first}
     picked = {n for n in second if n.target is operator.getitem and n.args[0] in first}
     first |= picked  # tuples cannot cross, their elements can
     second -= picked
@@ -103,18 +103,6 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
         len(input_grads),
         tuple(TensorSpec.of(node.meta["val"]) for node in crossing),
     )
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they depend on."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def _crossing(

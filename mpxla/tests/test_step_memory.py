@@ -74,10 +74,24 @@ def test_gradients_exist_once_beside_their_sum(config, num_calls, limit):
         assert peak / MODEL < limit
 
 
+def before_and_at_peak(prepare, change, finish):
+    """(bytes before a change, bytes at its peak), in the third step."""
+    from mpxla.session import current
+
+    for _ in range(3):
+        prepare()
+        current().backend.wait()
+        held = held_bytes()
+        with Peak() as peak:
+            change()
+            current().backend.wait()
+        finish()
+    return held, peak.bytes
+
+
 def changed_gradients(width, kind):
     """(bytes before clipping or unscaling, bytes at its peak) with masters."""
     import mpxla as smp
-    from mpxla.session import current
 
     smp.init({})
     before = held_bytes()
@@ -92,28 +106,26 @@ def changed_gradients(width, kind):
         model.backward(scaler.scale(loss))
         return loss
 
+    def prepare():
+        optimizer.zero_grad()
+        step(model, batch)
+
     def change():
         if scaler.is_enabled():
             scaler.unscale_(optimizer)
         else:
             smp.clip_grad_norm_(model.parameters(), 0.001)
-        current().backend.wait()
 
-    for _ in range(3):
-        optimizer.zero_grad()
-        step(model, batch)
-        current().backend.wait()
-        held = held_bytes()
-        with Peak() as peak:
-            change()
-        peak_bytes = peak.bytes
+    def finish():
         if scaler.is_enabled():
             scaler.step(optimizer)
             scaler.update()
         else:
             optimizer.step()
+
+    held, peak = before_and_at_peak(prepare, change, finish)
     smp.shutdown()
-    return held - before, peak_bytes - before
+    return held - before, peak - before
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -129,7 +141,6 @@ def update_peak(width, kind):
     """(bytes before an update, bytes at its peak) of AdamW, in eight parts where there are some."""
     import mpxla as smp
     from mpxla.parallel import update_parts
-    from mpxla.session import current
 
     update_parts.PART_BYTES = 1 << 18
     smp.init({})
@@ -144,16 +155,13 @@ def update_peak(width, kind):
         model.backward(loss)
         return loss
 
-    for _ in range(3):
+    def prepare():
         optimizer.zero_grad()
         step(model, batch)
-        current().backend.wait()
-        held = held_bytes()
-        with Peak() as peak:
-            optimizer.step()
-            current().backend.wait()
+
+    held, peak = before_and_at_peak(prepare, optimizer.step, lambda: None)
     smp.shutdown()
-    return held - before, peak.bytes - before
+    return held - before, peak - before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
