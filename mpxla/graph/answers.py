@@ -1,4 +1,4 @@
-"""Answers to what Python asks of values that no capture knows: `if loss > 2:`.
+"""Answers to what Python asks of values that no capture knows: `if loss > 2:`, `range(int(n))`.
 
 A step function is captured once for each way through it. Where it asks what has no answer yet, the
 capture ends: what it has computed up to there is an evaluation step, a question, whose results are
@@ -60,24 +60,35 @@ class Answers:
         given: what Python gets, in order; None where it may not ask.
 
     Attributes:
-        asked: what it has asked, as tensors of one truth value.
+        asked: what it has asked, as tensors of one truth value or integer.
         lines: the user's lines that have asked it, as `at_user_line` gives them.
         is_open: whether the last of it has no answer.
     """
 
-    def __init__(self, given: tuple[bool, ...] | None):
+    def __init__(self, given: tuple[int, ...] | None):
         self._given = given
         self.asked: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.is_open = False
 
     def may_answer(self, tensor: torch.Tensor) -> bool:
-        """Whether Python may ask for the truth of a tensor."""
+        """Whether Python may ask for the truth of a tensor, or the integer that it holds."""
         is_one = not is_functorch_wrapped_tensor(tensor) and tensor.numel() == 1
         return self._given is not None and is_one
 
     def truth_of(self, tensor: torch.Tensor) -> bool:
-        """The answer.
+        """The answer; see `_answer`."""
+        return bool(self._answer(tensor.detach().reshape(()) != 0))
+
+    def integer_of(self, tensor: torch.Tensor) -> int:
+        """The answer; see `_answer`."""
+        found = self._answer(tensor.detach().reshape(()).long())
+        # A truth value is a guess: by the first one, False, loops over numbers have a turn, so that
+        # what they run has a stage.
+        return int(not found) if isinstance(found, bool) else found
+
+    def _answer(self, asked: torch.Tensor) -> int:
+        """What Python gets.
 
         Raises:
             Undecided: there is none yet.
@@ -91,7 +102,7 @@ class Answers:
                 f"way of its own through the step: loop a fixed number of times, and choose with "
                 f"torch.where."
             )
-        self.asked.append(tensor.detach().reshape(()) != 0)
+        self.asked.append(asked)
         self.lines.append(at_user_line())
         if len(self.asked) > len(self._given):
             self.is_open = True

@@ -256,7 +256,7 @@ class _StepModule(nn.Module):
         function: Callable[[Sequence[torch.Tensor]], Any],
         known: Known | None,
         counts: Counts,
-        answers: tuple[bool, ...] | None = None,
+        answers: tuple[int, ...] | None = None,
     ):
         super().__init__()
         self.model = model
@@ -394,7 +394,7 @@ def capture_step(
     canonical_names: dict[str, str],
     known: Known | None = None,
     kept: Kept | None = None,
-    answers: tuple[bool, ...] | None = None,
+    answers: tuple[int, ...] | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -462,7 +462,7 @@ def _captured(
     canonical_names: dict[str, str],
     known: Known | None,
     kept: Kept,
-    answers: tuple[bool, ...] | None = None,
+    answers: tuple[int, ...] | None = None,
     none_at: str | None = None,
 ) -> StepGraph:
     """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""

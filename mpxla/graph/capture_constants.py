@@ -30,7 +30,7 @@ from mpxla.graph.answers import Answers
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.number import NumberRead, is_number
+from mpxla.graph.number import NeedsValueError, NumberRead, is_number
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
@@ -48,6 +48,7 @@ _COUNTS = frozenset(
 )
 """The shape of their result depends on values."""
 _TRUTHS = {"__bool__", "is_nonzero"}
+_INTEGERS = {"__index__", "__int__"}
 _NO_DECISIONS = _READS - _TRUTHS
 _OF_FINITE = {"isfinite": True, **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), False)}
 """What tests say of finite values."""
@@ -118,8 +119,14 @@ class Constants:
             return _NUMBERS[func](args[0])
         if not is_known and name in _TRUTHS and self._answers.may_answer(args[0]):
             return self._answers.truth_of(args[0])
+        if not is_known and name in _INTEGERS and self._answers.may_answer(args[0]):
+            return self._answers.integer_of(args[0])
         if not is_known:
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except NeedsValueError:
+                args, kwargs = pytree.tree_map(self._as_integer, (args, kwargs))
+                result = func(*args, **kwargs)
             # Inputs may have values, for which the step is captured again, with these.
             if name in _OF_FINITE and self._tape is not None:
                 self._assume(result, _OF_FINITE[name], self._tape)
@@ -135,6 +142,12 @@ class Constants:
         if is_write or any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(result)):
             self._follow(*asked, result)
         return result
+
+    def _as_integer(self, leaf: Any) -> Any:
+        """The answer in the place of an integer that was read, if there may be one."""
+        is_integer = is_number(leaf) and not leaf.tensor.is_floating_point()
+        may_answer = is_integer and self._answers.may_answer(leaf.tensor)
+        return self._answers.integer_of(leaf.tensor) if may_answer else leaf
 
     def as_number(self, part: Any) -> Any:
         """The number of a part of an index that no input of the step changes; else the part."""

@@ -100,10 +100,15 @@ class NumberRead(Number):
     def _refuse(self, by: str) -> Any:
         raise self.needed(by)
 
-    def value(self, by: str) -> Any:
-        """The value, for code that needs it in Python, where that of the tensor is known."""
+    def value(self, by: str, may_ask: bool = False) -> Any:
+        """The value, for code that needs it in Python, where that of the tensor is known.
+
+        It may ask for an integer that is not (`answers.py`).
+        """
         found = self.tensor.item()
-        return self._refuse(by) if is_number(found) else found
+        if is_number(found) and may_ask and not self.tensor.is_floating_point():
+            found = self.tensor.__int__()
+        return found if type(found) in (bool, int, float) else self._refuse(by)
 
     def __repr__(self) -> str:
         return NO_VALUE.format("number")
@@ -221,11 +226,13 @@ def _needs_value(name: str) -> Callable[..., Any]:
 
 def _of_value(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
     def method(self: NumberRead) -> Any:
-        return function(self.value(name))
+        return function(self.value(f"__{name}__", name in _OF_INTEGER))
 
     return method
 
 
+_OF_INTEGER = {"int": int, "index": int, "hash": hash}
+"""What Python reads of an integer whose values may be few: a place, or a number of turns."""
 _OF_INTEGERS = ("floordiv", "mod", "pow")
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _COUNTING = (
@@ -243,7 +250,7 @@ for _name in (
     *("lt", "le", "gt", "ge", "eq", "ne", "str", "format"),
 ):
     setattr(Number, f"__{_name}__", _needs_value(f"__{_name}__"))
-for _name, _function in {"float": float, "int": int, "complex": complex, "hash": hash}.items():
-    setattr(NumberRead, f"__{_name}__", _of_value(f"__{_name}__", _function))
+for _name, _function in {"float": float, "complex": complex, **_OF_INTEGER}.items():
+    setattr(NumberRead, f"__{_name}__", _of_value(_name, _function))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(NumberRead, f"__{_name}__", _comparison(_name))

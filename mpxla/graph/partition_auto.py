@@ -53,6 +53,7 @@ def partition_auto(
     placement: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
     paces: Sequence[float] | None = None,
+    may_be_fewer: bool = False,
 ) -> Partition:
     """Cut a graph into stages so that the most expensive stage is as cheap as possible.
 
@@ -69,6 +70,7 @@ def partition_auto(
         placement: pp_rank of every stage; stage s is on rank s by default.
         in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
         paces: How much a second of compute of every stage counts; 1 by default.
+        may_be_fewer: Whether a graph that is too small for them may have fewer stages.
 
     Returns:
         The partition with the smallest largest cost.
@@ -89,7 +91,7 @@ def partition_auto(
     num_ranks = max(placement) + 1
     allowed = fixed_ranks(flow, num_ranks, fixed)
     pieces = _glue(flow)
-    if num_stages > max(len(pieces), 1) and not fixed:
+    if num_stages > max(len(pieces), 1) and not fixed and not may_be_fewer:
         raise PartitionError(_too_many_stages(flow, pieces, num_stages))
     found = None
     if num_stages <= len(pieces):

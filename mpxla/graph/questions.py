@@ -1,20 +1,22 @@
 """Steps that only tell what Python asks of them; see `answers.py`.
 
-A question runs before the step that it is about, for all microbatches, and must leave no trace: it
-writes nothing. So what it computes must not depend on what the step writes to buffers in earlier
-microbatches. Batch norm in training writes running statistics that it does not read.
+A question runs before the step that it is about, for several microbatches, and must leave no trace:
+it writes nothing. So where it reads what the step writes to buffers, it holds for a microbatch only
+when those before it have run. Batch norm in training writes running statistics that it does not
+read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import fx
 
-from mpxla.errors import CaptureError
-from mpxla.graph.stepgraph import OutputKind, StepGraph, is_random
+from mpxla.delayed import is_delayed
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
 
-__all__ = ["as_question", "draws_alike"]
+__all__ = ["as_question", "draws_alike", "state_read", "told_by_buffers"]
 
 _aten = torch.ops.aten
 _TRAINING = {
@@ -23,35 +25,47 @@ _TRAINING = {
     _aten.native_batch_norm.default: 5,
     _aten.batch_norm.default: 5,
 }
-"""Place of the argument with which they read no running statistics."""
+"""Place of the argument with which they read running statistics only to return new ones."""
+_NEW_STATISTICS = 3
+"""Place of the first of these among their results."""
 
 
 def as_question(step: StepGraph) -> StepGraph:
-    """A question that writes nothing; the graph changes in place.
-
-    Raises:
-        CaptureError: it reads what it would have written.
-    """
-    changed = step.changed
+    """A question that writes nothing; the graph changes in place."""
     pairs = zip(step.output_nodes, step.outputs, strict=True)
     kept = [(n, role) for n, role in pairs if role.kind is OutputKind.RESULT and not role.name]
     step.graph.output_node().args = (tuple(node for node, _ in kept),)
     step.graph.eliminate_dead_code()
-    inputs = zip(step.placeholders, step.inputs, strict=True)
-    read = {role.name for node, role in inputs if role.name in changed and _is_read(node)}
-    if read:
-        raise CaptureError(
-            f"The step function branches{step.asked[-1]} on a value that depends on the model, and "
-            f"on {', '.join(sorted(read))}, which earlier microbatches write to: the value cannot "
-            f"be known before they have run. Use torch.where or a mask, or decide between steps."
-        )
     return replace(step, outputs=tuple(role for _, role in kept), prints=(), looking=())
+
+
+def state_read(question: StepGraph) -> set[str]:
+    """Parameters and buffers by whose values a question answers."""
+    inputs = zip(question.placeholders, question.inputs, strict=True)
+    return {role.name for node, role in inputs if role.name and _is_read(node)}
+
+
+def told_by_buffers(
+    question: StepGraph, value_of: Callable[[str], torch.Tensor | None]
+) -> int | None:
+    """The last answer of a question that reads only buffers with a value; else None."""
+    values: list[torch.Tensor | None] = []
+    for node, role in zip(question.placeholders, question.inputs, strict=True):
+        value = value_of(role.name) if role.kind is InputKind.BUFFER else None
+        if node.users and (value is None or value.is_meta or is_delayed(value)):
+            return None
+        values.append(value if node.users else None)
+    with torch.no_grad():
+        answers = fx.Interpreter(fx.GraphModule({}, question.graph)).run(*values)
+    return answers[-1].item()
 
 
 def _is_read(node: fx.Node) -> bool:
     for user in node.users:
         place = _TRAINING.get(user.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
         if place is None or user.args[place] is not True:
+            return True
+        if any(cast(int, result.args[1]) >= _NEW_STATISTICS for result in user.users):
             return True
     return False
 
@@ -63,8 +77,10 @@ def draws_alike(question: Sequence[fx.Graph], whole: Sequence[fx.Graph]) -> bool
         question: graphs of its stages.
         whole: those of the step.
     """
+    if not any(map(_drawn, question)):
+        return True
     pairs = list(zip(question, whole, strict=False))
-    if len(question) != len(whole) and any(map(_drawn, (*question, *whole))):
+    if len(question) != len(whole):
         return False
     return all(_drawn(one) == _drawn(other)[: len(_drawn(one))] for one, other in pairs)
 

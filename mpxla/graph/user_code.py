@@ -59,12 +59,13 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
     if type(error).__name__ in _NEED_VALUES or any(text in str(error) for text in _OF_VALUES):
         return (UndecidedError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `int()`, `float()`, loops over a number and slices by a tensor's "
-            f"value are not possible inside it, unless the value follows from the inputs alone; "
-            f"nor are `if` and `while` with tensor_parallel_degree or "
-            f"sharded_data_parallel_degree. Use torch.where or masks, index by tensors "
-            f"(x[start + torch.arange(n)] in place of x[start : start + n]), or move the decision "
-            f"out of the step function; what .item() reads may be computed with, and returned."
+            f"once as a graph, so `float()` and `.numpy()` are not possible inside it, unless the "
+            f"value follows from the inputs alone; nor are `if`, `while`, `int()` and loops over a "
+            f"number with tensor_parallel_degree or sharded_data_parallel_degree. Use torch.where "
+            f"or masks, index by tensors (x[start + torch.arange(n)] in place of "
+            f"x[start : start + n]), or move the decision out of the step function; what .item() "
+            f"reads may be computed with, and returned, and int() gives a number that has few "
+            f"values."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")

@@ -5,21 +5,30 @@ which tell all answers so far. A question runs for the microbatches that may go 
 that do not are found another one, until the way of each is known; where there is no plan, the next
 one is captured with the answers known so far.
 
+Where a microbatch writes to what questions read (`if not self.is_initialized:`), those after it are
+asked again when it has run:
+
+    asked    0 1 2 3    1 2 3    2 3    3        with a counter that each of them raises
+    run      0          1        2      3
+
 The first rank of a pipeline keeps this. This module must not know how ranks agree on a call.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from mpxla.graph.questions import draws_alike
+from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
 from mpxla.runtime.call import Call, as_inputs
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.model_watch import ModelView
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.signature import with_constants
 from mpxla.runtime.ways import Pass
 
-__all__ = ["Asking"]
+__all__ = ["Asking", "whole_way"]
 
 MOST_WAYS = 32
 """So many ways through a step function may depend on what the model computes."""
@@ -30,10 +39,11 @@ class Asking:
 
     Args:
         plans: all plans, questions among them.
+        num_replicas: that train together.
     """
 
-    def __init__(self, plans: Plans):
-        self._plans = plans
+    def __init__(self, plans: Plans, num_replicas: int):
+        self._plans, self._num_replicas = plans, num_replicas
         self._functions: set[str] = set()
 
     def __contains__(self, function: str) -> bool:
@@ -44,6 +54,11 @@ class Asking:
         """Before anything is known of a call."""
         count = call.signature.num_microbatches
         call.ways, call.answers = [None] * count, [()] * count
+
+    def go_on(self, call: Call) -> None:
+        """When a part of a call has run: what was known of later microbatches need not hold."""
+        rest = len(call.ways) - call.done
+        call.ways[call.done :], call.answers[call.done :] = [None] * rest, [()] * rest
 
     def add(self, call: Call, plan: Plan) -> str | None:
         """A plan was captured for a call; an error's text if it is one too many."""
@@ -63,15 +78,22 @@ class Asking:
             Why nothing can, as the text of an error.
         """
         waiting: dict[Plan, list[int]] = {}
-        call.question = call.wanted = None
-        for number, way in enumerate(call.ways):
-            plan = self._find(call, number, view) if way is None else None
-            if plan is not None and plan.is_question:
+        call.question = call.wanted = call.end = None
+        questions = [plan for plan in self._plans.like(call.signature, view) if plan.is_question]
+        for number in range(call.done, len(call.ways)):
+            plan = call.ways[number] or self._find(call, number, view)
+            if plan is None:
+                call.wanted = number if call.wanted is None else call.wanted
+            elif plan.is_question:
                 waiting.setdefault(plan, []).append(number)
-            elif plan is not None:
+            else:
                 call.ways[number] = plan
-            elif way is None and call.wanted is None:
-                call.wanted = number
+                changed = plan.runner.plan.cut.step.changed
+                asking = next((q for q in questions if not changed.isdisjoint(q.asks_of)), None)
+                is_next = not waiting and call.wanted is None
+                if asking is not None and is_next and number + 1 < len(call.ways):
+                    call.end = number + 1
+                    return self._problem_of_turns(asking, plan)
         if waiting:
             call.wanted = None
             plan, numbers = next(iter(waiting.items()))
@@ -83,14 +105,35 @@ class Asking:
         found = [*call.plans.values(), *filter(None, call.ways)]
         return _problem_of_draws(call.signature.function, found)
 
-    def take(self, call: Call, values: Sequence[Sequence[bool]]) -> None:
+    def take(self, call: Call, values: Sequence[Sequence[int]]) -> None:
         """What the question of a call has told, of each of its microbatches."""
         assert call.question is not None, "it has run"
         told = call.question.plan.signature.answers or ()
         for number, found in zip(call.question.microbatches, values, strict=True):
             pairs = enumerate(zip(found, told, strict=False))
-            place = next((i for i, (one, other) in pairs if one is not other), len(told))
+            place = next((i for i, (one, other) in pairs if one != other), len(told))
             call.answers[number] = tuple(found[: place + 1])
+
+    def _problem_of_turns(self, question: Plan, plan: Plan) -> str | None:
+        """Why microbatches cannot run one after the other where one decides for those after it."""
+        names = " and ".join(sorted(question.asks_of & plan.runner.plan.cut.step.changed))
+        function = plan.signature.function
+        line = question.runner.plan.cut.step.asked[-1]
+        text = f"branches{line} on a value that depends on {names}, which"
+        if self._num_replicas > 1 or plan.signature.draws:
+            return (
+                f"{function} {text} earlier microbatches write to, so that they have to run one "
+                f"after the other. That is not possible with several replicas, nor where Python "
+                f"draws random numbers. Use microbatches: 1, torch.where or a mask, or decide "
+                f"between steps."
+            )
+        warn_once(
+            f"turns of {function}{line}",
+            f"step function {function.rpartition('.')[2]} {text} microbatches write to. They run "
+            f"one after the other where they do, which is slower. torch.where or a mask in place "
+            f"of the branch is faster.",
+        )
+        return None
 
     def _find(self, call: Call, number: int, view: ModelView) -> Plan | None:
         """The plan for a microbatch, as far as there are answers for it.
@@ -107,6 +150,36 @@ class Asking:
                     return plan
                 question = question or plan
         return question
+
+
+def whole_way(
+    question: CutStep,
+    call: Call,
+    told: Callable[[StepGraph], int | None],
+    cut_again: Callable[[Call], CutStep],
+) -> CutStep | None:
+    """A way through a step that begins with a question; None if each raises.
+
+    It need not be the way that is taken, but for what buffers decide: what has to be initialized
+    first is placed by what does that.
+
+    Args:
+        question: a capture's.
+        call: as the question was captured for it.
+        told: what a question says before models are placed, if it can.
+        cut_again: captures a call with more answers.
+    """
+    for guess in (False, True):
+        cut, answers = question, call.signature.answers or ()
+        with contextlib.suppress(Exception):  # a way that is not to be taken may raise
+            while cut.step.is_question:
+                answer = told(cut.step)
+                answers = (*answers, guess if answer is None else answer)
+                drawer = None if call.drawer is None else call.drawer.again()
+                own = replace(call.signature, answers=answers)
+                cut = cut_again(replace(call, signature=own, drawer=drawer))
+            return cut
+    return None
 
 
 def _problem_of_draws(function: str, plans: Iterable[Plan]) -> str | None:

@@ -20,6 +20,7 @@ __all__ = [
     "as_numbers",
     "draw_all",
     "problem_of_inputs",
+    "trained_by",
     "what_differs",
     "with_draws",
 ]
@@ -34,7 +35,11 @@ class Call:
         tensors: tensor leaves of every microbatch, on the first pipeline rank.
         objects: this rank's own objects among the arguments, by path; only a capture reads them.
         arguments: of the call, on later pipeline ranks.
-        passes: what runs it; empty until all that its microbatches need is captured.
+        passes: what runs it, or the next part of it; empty until all that its microbatches need is
+            captured.
+        done: so many microbatches have run.
+        end: so many have run after these passes, where what they write may decide which way later
+            ones go; None if all have. On the first pipeline rank.
         ways: the plan of each microbatch, as far as there is one; on the first pipeline rank.
         plans: those of them, by number.
         answers: for a function that asks, those that are known for each microbatch; on the first
@@ -50,13 +55,26 @@ class Call:
     objects: dict[str, Any]
     arguments: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
     passes: list[Pass] = field(default_factory=list)
+    done: int = 0
+    end: int | None = None
     ways: list[Plan | None] = field(default_factory=list)
     plans: dict[int, Plan] = field(default_factory=dict)
-    answers: list[tuple[bool, ...]] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
     question: Pass | None = None
     wanted: int | None = None
     seed: int = 0
     drawer: Drawer | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its function; functions of one name have other titles."""
+        return self.signature.function.partition("#")[0]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no microbatches are left after its passes."""
+        num_next = sum(len(one.microbatches) for one in self.passes)
+        return self.done + num_next == self.signature.num_microbatches
 
     @property
     def sample(self) -> list[list[torch.Tensor]]:
@@ -97,6 +115,12 @@ def draw_all(draws: tuple[Draw, ...]) -> None:
 def as_numbers(passes: Sequence[Pass]) -> list[tuple[int, list[int]]]:
     """Passes as they travel."""
     return [(one.plan.number, [*one.microbatches]) for one in passes]
+
+
+def trained_by(passes: Sequence[Pass]) -> set[str]:
+    """Parameters whose gradients passes compute."""
+    stages = [stage for one in passes for stage in one.plan.runner.plan.cut.stages]
+    return {parameter for stage in stages for parameter in stage.trained}
 
 
 def problem_of_inputs(passes: Sequence[Pass]) -> str | None:

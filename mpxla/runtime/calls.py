@@ -8,7 +8,7 @@ made or run.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from mpxla.graph.capture_attributes import Read
 from mpxla.graph.draws import Draw, Drawer
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
+from mpxla.runtime.announced import AnnouncedError, as_announced, raise_announced
 from mpxla.runtime.asking import Asking
 from mpxla.runtime.call import (
     Call,
@@ -55,14 +56,10 @@ from mpxla.runtime.ways import (
 )
 from mpxla.session import Session
 
-__all__ = ["AnnouncedError", "Calls", "as_announced"]
+__all__ = ["Calls"]
 
 _MEETING = "meeting"
 """Kind of an announcement of what is no step."""
-
-
-class AnnouncedError(MpxlaError):
-    """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
 
 
 class Calls:
@@ -96,9 +93,9 @@ class Calls:
         self._objects = Identities()
         # What a function may draw, by its title; the last that was drawn comes first.
         self._draws: dict[str, list[tuple[Draw, ...]]] = {}
-        self._asking = Asking(self.plans)
         self._shares = len(sharing) > 1
         self._num_replicas = len(session.topology.rdp_group(session.rank))
+        self._asking = Asking(self.plans, self._num_replicas)
 
     def meet(self, what: str, line: str) -> None:
         """Before something that the ranks of a pipeline do together outside of steps.
@@ -156,15 +153,14 @@ class Calls:
         # Where ranks that share tensors have samples of their own, all of them have those of all.
         shared = call.tensors if self._sharing.is_prescaled else ()
         self._compare(name, call.passes, shared, portable(call.signature))
-        self._announce(call, name)
+        self._announce(call)
         return call
 
-    def _announce(self, call: Call, name: str, problem: str | None = None) -> None:
+    def _announce(self, call: Call, problem: str | None = None) -> None:
         """Tells the other ranks of the pipeline what comes next of a call: `_take` is told it.
 
         Args:
             call: the call.
-            name: of the function.
             problem: why nothing can.
 
         Raises:
@@ -173,7 +169,7 @@ class Calls:
         next_ = call.passes or ([] if call.question is None else [call.question])
         problem = problem or problem_of_inputs(next_)
         if problem is not None:
-            self.control.announce(("error", name, StepError, problem))
+            self.control.announce(("error", call.name, StepError, problem))
             raise as_announced(StepError(problem))
         for plan in (*filter(None, call.ways), *(one.plan for one in next_)):
             if plan.number not in call.plans:
@@ -181,13 +177,15 @@ class Calls:
         if not next_:
             drawer = call.drawer = None if self._shares else Drawer()
             state = None if drawer is None else drawer.began
-            self.control.announce(("new", name, portable(call.signature), state, [*call.plans]))
+            self.control.announce(
+                ("new", call.name, portable(call.signature), state, [*call.plans])
+            )
             return
         if call.passes:
             self._draw(call.passes[0].plan.signature)
         self._draw_seed(call, next_)
         kind = "known" if call.passes else "ask"
-        self.control.announce((kind, name, as_numbers(next_), call.seed, [*call.plans]))
+        self.control.announce((kind, call.name, as_numbers(next_), call.seed, [*call.plans]))
 
     def _draw(self, signature: Signature) -> None:
         """Draws what the function does; the next call probably draws the same."""
@@ -202,7 +200,7 @@ class Calls:
         Until the call runs, generators stay as they are, since the function may draw by them.
         """
         is_random = any(one.plan.runner.plan.is_random for one in next_)
-        if not (is_random or (call.passes and call.seed)):
+        if not (is_random or (call.passes and call.seed)) or (call.done and call.seed):
             return
         state, own = torch.get_rng_state(), generator_state()
         seed = draw_seed()
@@ -307,19 +305,28 @@ class Calls:
             problem = self._divide(call)
         return problem
 
-    def answer(self, call: Call, name: str, values: Sequence[Sequence[bool]]) -> None:
+    def answer(self, call: Call, values: Sequence[Sequence[int]]) -> None:
         """Goes on with a call when its question has run; all ranks of the pipeline call it.
 
         Args:
             call: the call.
-            name: of the function.
             values: what Python has asked for, of each microbatch; on the first rank.
         """
         if self._pp_rank > 0:
             self._take(call, self.control.follow())
             return
         self._asking.take(call, values)
-        self._announce(call, name, self._advance(call, self._watch.look()))
+        self._announce(call, self._advance(call, self._watch.look()))
+
+    def go_on(self, call: Call) -> None:
+        """Goes on with a call of which a part has run; all ranks of the pipeline call it."""
+        call.done += sum(len(one.microbatches) for one in call.passes)
+        if self._pp_rank > 0:
+            self._take(call, self.control.follow())
+            return
+        call.passes = []
+        self._asking.go_on(call)
+        self._announce(call, self._advance(call, self._watch.look()))
 
     def _divide(self, call: Call) -> str | None:
         """Divides a call into passes, once there is a plan for each of its microbatches.
@@ -334,9 +341,11 @@ class Calls:
             if reason is not None:
                 function = call.signature.function
                 return f"{function}: {what_differs(call)}. {why_one_way(reason)}"
-        if None not in call.ways:
-            inputs = {plan: as_inputs(call, plan) for plan in plans}
-            call.passes = [Pass(p, numbers, inputs[p]) for p, numbers in split_into_passes(found)]
+        next_ = [plan for plan in call.ways[call.done : call.end] if plan is not None]
+        if len(next_) == len(call.ways[call.done : call.end]):
+            inputs = {plan: as_inputs(call, plan) for plan in next_}
+            divided = split_into_passes(next_, call.done)
+            call.passes = [Pass(plan, numbers, inputs[plan]) for plan, numbers in divided]
         if len(call.passes) > 1:
             warn_of_passes(call.signature.function, what_differs(call), call.passes)
         return None
@@ -358,7 +367,7 @@ class Calls:
                 f"same step functions in the same order."
             )
         message = kind, announced, *rest
-        _raise_announced(message)
+        raise_announced(message)
         if kind == "new":
             signature = received(rest[0], args, kwargs)
         else:
@@ -392,7 +401,7 @@ class Calls:
         Raises:
             MpxlaError: nothing can.
         """
-        _raise_announced(message)
+        raise_announced(message)
         kind, _, *rest = message
         for number in rest[-1]:
             if number not in call.plans:
@@ -411,7 +420,7 @@ class Calls:
         else:
             (call.question,) = next_
 
-    def agree_to_start(self, call: Call, name: str, plan: Plan) -> None:
+    def agree_to_start(self, call: Call, plan: Plan) -> None:
         """What "known" tells with an announcement, for a plan that is new: the seed, or an error.
 
         The call has no passes afterwards if it needs another plan.
@@ -426,7 +435,7 @@ class Calls:
         if self._pp_rank == 0:
             problem = self._take_way(call, plan)
             if is_open or problem is not None:
-                self._announce(call, name, problem)
+                self._announce(call, problem)
             else:
                 self._draw(plan.signature)
         elif is_open:
@@ -524,14 +533,6 @@ class Calls:
         return describe_change(signature, self._known())
 
 
-def _raise_announced(message: Sequence[Any]) -> None:
-    """Raises the error that the first rank has announced, if it has."""
-    kind, _, *rest = message
-    if kind == "error":
-        error_type, text = rest
-        raise as_announced(error_type(f"{text} (found on pp_rank 0)"))
-
-
 def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
     """Text of the error of ranks that do not meet."""
     return (
@@ -539,13 +540,6 @@ def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
         f"of a pipeline have to call {what}, since each holds a part of the model: call it "
         f"outside of `if smp.rank() == 0:`, and use the result on one rank."
     )
-
-
-def as_announced(error: MpxlaError) -> MpxlaError:
-    """The same error, of a class that also is `AnnouncedError`."""
-    own = type(error)
-    kind = cast(Any, type)(own.__name__, (own, AnnouncedError), {"__module__": "mpxla.errors"})
-    return kind(*error.args)
 
 
 def _title(name: str, number: int) -> str:

@@ -156,6 +156,7 @@ def cut_step(
             placement=placement,
             in_flight=counts,
             paces=paces(config, counts, step.is_training, _forward_share(problem)),
+            may_be_fewer=step.is_question,
         )
     else:
         partition = partition_manual(

@@ -169,6 +169,8 @@ class StepCutter:
             config: to cut by in place of the own one.
         """
         stateful = self._placement.stateful
+        if step.is_question:  # another way may change what it reads
+            stateful |= self._placement.ranks.keys()
         if fixed is None:
             fixed = self._placement.ranks
         else:

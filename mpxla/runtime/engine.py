@@ -5,7 +5,6 @@ ranks find or build the plan of that signature (a model's first plan places its 
 rank runs its list of actions; gradients and results are collected.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -18,11 +17,14 @@ from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
+from mpxla.graph.questions import told_by_buffers
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
-from mpxla.runtime.call import Call
-from mpxla.runtime.calls import AnnouncedError, Calls, as_announced
+from mpxla.runtime.announced import AnnouncedError, as_announced
+from mpxla.runtime.asking import whole_way
+from mpxla.runtime.call import Call, trained_by
+from mpxla.runtime.calls import Calls
 from mpxla.runtime.constants import Constants
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
@@ -35,6 +37,7 @@ from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.member import Member
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
+from mpxla.runtime.outputs import Part
 from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.passes import CallRunner
 from mpxla.runtime.placement import Placement
@@ -47,7 +50,6 @@ from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites
-from mpxla.runtime.ways import Pass
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
 from mpxla.stage.making import graphs_made_quickly
@@ -175,21 +177,8 @@ class StepEngine:
         self._session.progress.function = rule.function.__qualname__
         try:
             call = self.calls.agree(name, rule, args, kwargs)
-            while not call.passes:
-                if call.question is not None:
-                    self.calls.answer(call, name, self._runner.ask(call.question, call.seed))
-                    continue
-                work = f"compiling step function {rule.function.__qualname__}"
-                with (
-                    self._session.progress.busy("capture and compilation"),
-                    self.life.during(work, "capture"),
-                    graphs_made_quickly(),
-                ):
-                    plan = self._build(call, name, rule.function)
-                self.calls.agree_to_start(call, name, plan)
-            if lent:
-                self._refuse_training(name, call.passes, lent)
-            result = self._run_counted(call, rule, args, kwargs)
+            self._prepare(call, rule, lent)
+            result = self._run_counted(call, rule, args, kwargs, lent)
             set_derived(call.passes[-1].plan.view)
             return result
         except (PeerFailure, AnnouncedError):
@@ -199,23 +188,47 @@ class StepEngine:
                 self._session.report_failure(f"step function {name}", error)
             raise
 
-    def _refuse_training(self, name: str, passes: Sequence[Pass], lent: Set[str]) -> None:
-        stages = [stage for one in passes for stage in one.plan.runner.plan.cut.stages]
-        trained = {p for stage in stages for p in stage.trained}
-        if not self._states.owners(trained).isdisjoint(lent):
-            text = f"{name} calls backward and was called with a copy of the distributed model"
+    def _prepare(self, call: Call, rule: SplitRule, lent: Set[str]) -> None:
+        """Asks, captures and compiles until there is a plan for what runs next of a call."""
+        while not call.passes:
+            if call.question is not None:
+                self.calls.answer(call, self._runner.ask(call.question, call.seed))
+                continue
+            work = f"compiling step function {rule.function.__qualname__}"
+            with (
+                self._session.progress.busy("capture and compilation"),
+                self.life.during(work, "capture"),
+                graphs_made_quickly(),
+            ):
+                plan = self._build(call, rule.function)
+            self.calls.agree_to_start(call, plan)
+        if lent and not self._states.owners(trained_by(call.passes)).isdisjoint(lent):
+            text = f"{call.name} calls backward and was called with a copy of the distributed model"
             advice = "Copies are for evaluation; train the model itself."
             raise as_announced(StepError(f"{text}{at_user_line()}. {advice}"))
 
     def _run_counted(
-        self, call: Call, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        call: Call,
+        rule: SplitRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        lent: Set[str],
     ) -> Any:
         """Runs a call, and notes what it took."""
         plan = call.passes[0].plan
         if self._pp_rank == 0 and plan.number not in self._samples:
             self._samples[plan.number] = num_samples(rule, args, kwargs)
         began = time.perf_counter()
-        returned, runs = self._run(call)
+        parts, runs = self._run(call)
+        while not call.is_last:
+            self.calls.go_on(call)
+            self._prepare(call, rule, lent)
+            more, later = self._run(call)
+            parts, runs = [*parts, *more], [*runs, *later]
+        own_count = call.signature.num_microbatches // self._num_batches
+        first = self._place % self._num_batches * own_count
+        returned = self._runner.outputs(parts, slice(first, first + own_count))
         is_training = any(one.plan.runner.plan.cut.step.is_training for one in call.passes)
         self.meter.note_call(
             plan.signature.function.rpartition(".")[2],
@@ -234,14 +247,11 @@ class StepEngine:
         running = "in a step" if self._session.progress.is_running else "outside of steps"
         return {"state": self.life.what or running, **self.meter.read()}
 
-    def _run(self, call: Call) -> tuple[Any, list[StepRun]]:
+    def _run(self, call: Call) -> tuple[list[Part], list[StepRun]]:
         if self._session.lifeline is not None:
             self._session.lifeline.check()  # all messages may be there, and their sender gone
-        own_count = call.signature.num_microbatches // self._num_batches
-        first = self._place % self._num_batches * own_count
-        own = slice(first, first + own_count)
         passes = call.passes
-        returned, found = self._runner.run(passes, call.seed, self._session.recorder, own)
+        parts, found = self._runner.run(call, self._session.recorder)
         self.last_run = found[-1].run
         used = (label for one in passes for label in one.plan.runner.models)
         self.last_used = tuple(dict.fromkeys(used))
@@ -249,17 +259,17 @@ class StepEngine:
             problem = one.plan.runner.problem_of_results(call.signature.function, ran)
             if problem is not None:
                 raise as_announced(StepError(problem))  # all ranks of the pipeline see it
-        return returned, [ran.run for ran in found]
+        return parts, [ran.run for ran in found]
 
     def _describe(self, plan: StepPlan) -> dict[str, object]:
         return describe_plan(plan, self._group, self._pp_rank, self._cutter.machine)
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def _build(self, call: Call, name: str, function: Callable[..., Any]) -> Plan:
+    def _build(self, call: Call, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
-        self._together(f"step function {name}", self.take_in, is_long=False)
+        self._together(f"step function {call.name}", self.take_in, is_long=False)
         if self._states.is_any_placed():
             self._meet_new()
         else:
@@ -267,15 +277,15 @@ class StepEngine:
         cut, signature, reads = self._cut_together(call, function)
         question = cut if cut.step.is_question else None
         if question is not None and self.placement.unsettled(self._models_of(cut)):
-            cut = self._whole(call, signature, function) or cut
+            cut = self._whole(cut, replace(call, signature=signature), function)
         if self._cutter.chosen is None and not self._states.is_any_placed():
             cut = self._choose(cut, signature.function)
         used = self._models_of(cut)
         new, unread = self.placement.unsettled(used), self.placement.unread(cut)
         if new or unread:
             cut = self._follow_first_replica(cut, signature.function, [*new, *unread])
-        what = "captured another step"
-        check_agreement(self._session.objects, self._group, cut.description(), what)
+        everyone = self._session.objects, self._group
+        check_agreement(*everyone, cut.description(), "captured another step")
         self._compare_captured(cut.step)
         self._settle(self.placement.of_new(cut, new), used)
         self.placement.move(self.placement.of_new(cut, unread))
@@ -310,9 +320,9 @@ class StepEngine:
                 self._kept,
             ),
         )
-        if name not in self._compared:
+        if call.name not in self._compared:
             self._compare_messages(plan)
-            self._compared.add(name)
+            self._compared.add(call.name)
         gathering = None
         if gathers_once:
             read = {n for p in plan.programs.values() for n in p.lowered.spec.parameters}
@@ -382,25 +392,17 @@ class StepEngine:
         self._together("what ranks gather", settle)
         return exchanges
 
-    def _whole(
-        self, call: Call, signature: Signature, function: Callable[..., Any]
-    ) -> CutStep | None:
-        """A way through a step that begins with a question, by which new models are placed.
+    def _whole(self, cut: CutStep, call: Call, function: Callable[..., Any]) -> CutStep:
+        """A step by which new models are placed, where its capture has ended with a question."""
 
-        It need not be the way that is taken.
-        """
-        for guess in (False, True):
-            answers = signature.answers or ()
-            with contextlib.suppress(Exception):  # a way that is not to be taken may raise
-                while True:
-                    drawer = None if call.drawer is None else call.drawer.again()
-                    own = replace(call.signature, answers=(*answers, guess))
-                    one = replace(call, signature=own, drawer=drawer)
-                    cut, *_ = self._cut_together(one, function, self._replica)
-                    if not cut.step.is_question:
-                        return cut
-                    answers = own.answers or ()
-        return None
+        def told(question: StepGraph) -> int | None:
+            found = told_by_buffers(question, self._states.tensor)
+            return self._session.objects.allgather(found, self._replica)[0]
+
+        def cut_again(one: Call) -> CutStep:
+            return self._cut_together(one, function, self._replica)[0]
+
+        return whole_way(cut, call, told, cut_again) or cut
 
     def _cut_together(
         self, call: Call, function: Callable[..., Any], group: Sequence[int] = ()
@@ -442,8 +444,8 @@ class StepEngine:
         if not self._cutter.may_choose(cut):
             return cut
         # Only ranks that cut the same step listen to each other.
-        what = "captured another step"
-        check_agreement(self._session.objects, self._group, cut.description(), what)
+        everyone = self._session.objects, self._group
+        check_agreement(*everyone, cut.description(), "captured another step")
         measured_s = self._cutter.choose(cut)
         if not self._cutter.chosen:
             return cut

@@ -6,6 +6,9 @@ reduce   once per call: a plan's gradients are complete with its last pass, and 
          what all plans give as if it came from the stages of one
 return   results of all passes, in the order of microbatches
 
+Where a microbatch may decide which way later ones go, a call is run in parts (`asking.py`), and
+gradients add up as they do over calls.
+
 This module must not know how ranks agree on a call.
 """
 
@@ -18,6 +21,7 @@ import torch
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
+from mpxla.runtime.call import Call
 from mpxla.runtime.gradient_looks import show_gradients
 from mpxla.runtime.outputs import Part, build_outputs
 from mpxla.runtime.plan import StepPlan
@@ -54,20 +58,17 @@ class CallRunner:
         self._describe, self._progress = describe, progress
         self._reductions: OrderedDict[tuple[int, ...], StepReduction] = OrderedDict()
 
-    def run(
-        self, passes: Sequence[Pass], seed: int, recorder: Recorder | None, own: slice
-    ) -> tuple[Any, list[Ran]]:
-        """Runs a call; every rank of the pipeline must.
+    def run(self, call: Call, recorder: Recorder | None) -> tuple[list[Part], list[Ran]]:
+        """Runs a call, or its next part; every rank of the pipeline must.
 
         Args:
-            passes: of the call, in order.
-            seed: from which the seeds of random programs are drawn.
+            call: the call, with its passes.
             recorder: notes what runs when, while a profile is taken.
-            own: the microbatches that this rank brought, whose results it gets.
 
         Returns:
-            What the step function returns, and what each pass has left.
+            Results of each pass, and what it has left.
         """
+        passes = call.passes
         plans = sorted({one.plan for one in passes}, key=lambda plan: plan.number)
         reduction = self._reduction(plans)
         whole: dict[int, list[torch.Tensor]] = {}
@@ -92,13 +93,14 @@ class CallRunner:
             if recorder is not None:
                 plan = one.plan.runner.scheduled(one.microbatches, is_last)
                 recorder.begin_step(one.plan.signature.function, self._describe(plan))
-            arguments = one.tensors, one.microbatches, seed, self._progress, recorder, gradients
-            found.append(one.plan.runner.run(*arguments))
+            arguments = one.tensors, one.microbatches, call.seed, self._progress
+            found.append(one.plan.runner.run(*arguments, recorder, gradients))
         if reduction is not None:
             reduction.finish(whole)
         steps = [plan.runner.plan.cut.step for plan in plans]
         hooks = {(name, id(hook)): hook for step in steps for name, hook in step.looking}
-        show_gradients([(name, hook) for (name, _), hook in hooks.items()], self._states)
+        if call.is_last:
+            show_gradients([(name, hook) for (name, _), hook in hooks.items()], self._states)
         passes[-1].plan.runner.scale_rows(found[-1])
         self._end(recorder)
         parts = [
@@ -106,10 +108,18 @@ class CallRunner:
             for one, ran in zip(passes, found, strict=True)
             for step in [one.plan.runner.plan.cut.step]
         ]
-        backend = self._backend
-        return build_outputs(parts, own, backend.publish, backend.adopt), found
+        return parts, found
 
-    def ask(self, question: Pass, seed: int) -> list[list[bool]]:
+    def outputs(self, parts: Sequence[Part], own: slice) -> Any:
+        """What the step function returns.
+
+        Args:
+            parts: results of all passes.
+            own: the microbatches that this rank brought, whose results it gets.
+        """
+        return build_outputs(parts, own, self._backend.publish, self._backend.adopt)
+
+    def ask(self, question: Pass, seed: int) -> list[list[int]]:
         """Runs a question; every rank of the pipeline must, with the seed of the call.
 
         Returns:
@@ -118,7 +128,7 @@ class CallRunner:
         runner = question.plan.runner
         ran = runner.run(question.tensors, question.microbatches, seed, self._progress)
         answers = range(len(runner.plan.cut.step.asked))
-        found = [[bool(self._backend.view(v)) for v in ran.fetch(index)] for index in answers]
+        found = [[self._backend.view(v).item() for v in ran.fetch(index)] for index in answers]
         return [list(one) for one in zip(*found, strict=True)]
 
     def _end(self, recorder: Recorder | None) -> None:

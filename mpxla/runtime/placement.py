@@ -174,7 +174,8 @@ class Placement:
         if new and self._pp_rank == source:
             self._link.send_values(new, [value], "tied")
         elif self._pp_rank in new:
-            (copy,) = self._link.receive_from(source, [TensorSpec.of(value)], "tied")()
+            received = self._link.receive_from(source, [TensorSpec.of(value)], "tied")()
+            (copy,) = self._backend.publish(received)
             self._states.adopt_buffer(name, copy)
 
     def _set_ranks(self, name: str, ranks: tuple[int, ...]) -> None:

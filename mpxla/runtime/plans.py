@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.decisions import Decisions
+from mpxla.graph.questions import state_read
 from mpxla.log import get_logger
 from mpxla.runtime.model_watch import ModelView
 from mpxla.runtime.signature import Signature
@@ -60,6 +61,11 @@ class Plan:
     def is_question(self) -> bool:
         """Whether it only tells what Python asks for (`graph/answers.py`)."""
         return self.runner.plan.cut.step.is_question
+
+    @cached_property
+    def asks_of(self) -> set[str]:
+        """Parameters and buffers by which it answers, if it is a question."""
+        return state_read(self.runner.plan.cut.step) if self.is_question else set()
 
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
         """(microbatch, what Python would read otherwise) of a call; None if nothing.

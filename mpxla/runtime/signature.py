@@ -119,7 +119,7 @@ class Signature:
     grad_enabled: bool
     autocast: tuple[Any, ...]
     draws: tuple[Draw, ...] = ()
-    answers: tuple[bool, ...] | None = None
+    answers: tuple[int, ...] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:

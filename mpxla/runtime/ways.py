@@ -51,17 +51,19 @@ class Pass:
     tensors: Sequence[list[torch.Tensor]] = field(default=(), repr=False)
 
 
-def split_into_passes(ways: Sequence[Plan]) -> list[tuple[Plan, tuple[int, ...]]]:
+def split_into_passes(ways: Sequence[Plan], first: int) -> list[tuple[Plan, tuple[int, ...]]]:
     """Which plan runs which microbatches, in order.
 
     Args:
-        ways: the plan of every microbatch.
+        ways: the plan of every microbatch, from one on.
+        first: its number.
     """
+    numbers = range(first, first + len(ways))
     plans = list(dict.fromkeys(ways))
     if any(plan.runner.plan.cut.step.changed for plan in plans):
-        groups = itertools.groupby(range(len(ways)), lambda number: ways[number])
-        return [(plan, tuple(numbers)) for plan, numbers in groups]
-    return [(plan, tuple(i for i, way in enumerate(ways) if way is plan)) for plan in plans]
+        groups = itertools.groupby(numbers, lambda number: ways[number - first])
+        return [(plan, tuple(own)) for plan, own in groups]
+    return [(plan, tuple(i for i in numbers if ways[i - first] is plan)) for plan in plans]
 
 
 def problem_of_ways(plans: Sequence[Plan], num_replicas: int) -> str | None:
@@ -113,10 +115,10 @@ def warn_of_passes(function: str, change: str, passes: Sequence[Pass]) -> None:
 
 def change_of_answers(plan: Plan, other: Plan | None) -> str:
     """Where two ways have other answers, in words."""
-    own, others = plan.signature.answers or (), other.signature.answers if other else None
-    pairs = enumerate(zip(own, others or (), strict=False))
-    place = next((i for i, (a, b) in pairs if a is not b), None)
+    own, others = plan.signature.answers or (), (other and other.signature.answers) or ()
+    pairs = enumerate(zip(own, others, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), None)
     if place is None:
         return "what Python asks for"
     line = plan.runner.plan.cut.step.asked[place]
-    return f"what Python asks for{line} changed from {own[place]} to {not own[place]}"
+    return f"what Python asks for{line} changed from {own[place]} to {others[place]}"

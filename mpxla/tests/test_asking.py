@@ -143,20 +143,6 @@ def test_replicas_ask_for_themselves():
         close(state, parameters)
 
 
-class Counting(nn.Module):
-    """Decides by what its earlier calls have written."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        self.seen.add_(1)
-        h = self.linear(x)
-        return h if self.seen + h.sum() > 2 else 2 * h
-
-
 def run_for_ever(model, x):
     h = model(x)
     while h.sum() > -1e6:
@@ -203,16 +189,10 @@ def linear():
     return nn.Linear(4, 4)
 
 
-def read_seen(model, x):
-    return model(x)
-
-
 def test_what_no_question_can_tell():
-    cases = [(Counting, read_seen), (linear, run_for_ever), (linear, take_two_ways),
-             (linear, take_the_value)]  # fmt: skip
+    cases = [(linear, run_for_ever), (linear, take_two_ways), (linear, take_the_value)]
     (texts,) = run_ranks(refused_with_small_limits, 1, cases)
     patterns = [
-        r"branches at .*test_asking\.py:\d+: return h if self\.seen .* on seen, which earlier",
         r"more than 3 times, at last at .*test_asking\.py:\d+: while h\.sum\(\) > -1e6",
         r"take_two_ways branches at .*: return h if h\[0, 0\] > 0 .* in more than 1 ways",
         r"depends on a tensor's value in Python at .*float\(model\(x\)\.sum\(\)\)",

@@ -1,9 +1,12 @@
 """One call of a compiled step on a backend that computes nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mpxla.comm.stall import Progress
+from mpxla.runtime.call import Call
 from mpxla.runtime.constants import Constants
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.passes import CallRunner
@@ -69,10 +72,10 @@ def call(runner):
     leaves = [[torch.zeros(3, 4)] for _ in range(NUM_MICROBATCHES)]
     plan = Plan(0, None, None, runner, list)
     runs = CallRunner(runner._states, None, runner._backend, None, Progress())
-    returned, found = runs.run(
-        [Pass(plan, tuple(range(NUM_MICROBATCHES)), leaves)], 7, None, slice(None)
-    )
-    return returned, found[0].run
+    passes = [Pass(plan, tuple(range(NUM_MICROBATCHES)), leaves)]
+    signature = SimpleNamespace(num_microbatches=NUM_MICROBATCHES)
+    parts, found = runs.run(Call(signature, [], {}, passes=passes, seed=7), None)
+    return runs.outputs(parts, slice(None)), found[0].run
 
 
 def test_a_call_adopts_parameters_puts_inputs_and_publishes_results():
