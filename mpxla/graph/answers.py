@@ -25,10 +25,16 @@ from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["MOST_ANSWERS", "Answers", "Undecided", "modules_left"]
+__all__ = ["MOST_ANSWERS", "Answers", "Guess", "Undecided", "modules_left"]
 
 MOST_ANSWERS = 32
 """So often one way through a step function may ask."""
+MOST_INTEGERS = 8
+"""So often it may ask for integers, each of whose values is a way of its own."""
+
+
+class Guess(int):
+    """What Python gets from here on; nobody runs what is captured so."""
 
 
 class Undecided(BaseException):
@@ -70,6 +76,7 @@ class Answers:
         self.asked: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.is_open = False
+        self._num_integers = 0
 
     def may_answer(self, tensor: torch.Tensor) -> bool:
         """Whether Python may ask for the truth of a tensor, or the integer that it holds."""
@@ -82,10 +89,16 @@ class Answers:
 
     def integer_of(self, tensor: torch.Tensor) -> int:
         """The answer; see `_answer`."""
+        self._num_integers += 1
+        if self._num_integers > MOST_INTEGERS:
+            raise CaptureError(
+                f"The step function asks for integers that depend on the model more than "
+                f"{MOST_INTEGERS} times, at last{at_user_line()}. Each value of each of them is a "
+                f"way of its own through the step: use tensors as indices, or masks."
+            )
         found = self._answer(tensor.detach().reshape(()).long())
-        # A truth value is a guess: by the first one, False, loops over numbers have a turn, so that
-        # what they run has a stage.
-        return int(not found) if isinstance(found, bool) else found
+        # By the first guess, 0, loops over numbers have a turn, so that what they run has a stage.
+        return int(not found) if isinstance(found, Guess) else found
 
     def _answer(self, asked: torch.Tensor) -> int:
         """What Python gets.
@@ -105,6 +118,8 @@ class Answers:
         self.asked.append(asked)
         self.lines.append(at_user_line())
         if len(self.asked) > len(self._given):
+            if self._given and isinstance(self._given[-1], Guess):
+                return self._given[-1]
             self.is_open = True
             raise Undecided
         return self._given[len(self.asked) - 1]

@@ -48,6 +48,8 @@ _COUNTS = frozenset(
 )
 """The shape of their result depends on values."""
 _TRUTHS = {"__bool__", "is_nonzero"}
+_MOST_NUMBERS = 2
+"""So many integers that were read may be arguments of one call; sizes of all experts are not."""
 _INTEGERS = {"__index__", "__int__"}
 _NO_DECISIONS = _READS - _TRUTHS
 _OF_FINITE = {"isfinite": True, **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), False)}
@@ -125,6 +127,8 @@ class Constants:
             try:
                 result = func(*args, **kwargs)
             except NeedsValueError:
+                if sum(map(is_number, leaves)) > _MOST_NUMBERS:
+                    raise
                 args, kwargs = pytree.tree_map(self._as_integer, (args, kwargs))
                 result = func(*args, **kwargs)
             # Inputs may have values, for which the step is captured again, with these.

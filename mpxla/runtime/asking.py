@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from mpxla.graph.answers import Guess
 from mpxla.graph.questions import draws_alike
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
@@ -169,16 +170,23 @@ def whole_way(
         told: what a question says before models are placed, if it can.
         cut_again: captures a call with more answers.
     """
-    for guess in (False, True):
-        cut, answers = question, call.signature.answers or ()
+    cut, answers = question, call.signature.answers or ()
+
+    def with_one_more(answer: int) -> CutStep:
+        drawer = None if call.drawer is None else call.drawer.again()
+        own = replace(call.signature, answers=(*answers, answer))
+        return cut_again(replace(call, signature=own, drawer=drawer))
+
+    while cut.step.is_question:
+        answer = told(cut.step)
+        if answer is None:
+            break
+        cut, answers = with_one_more(answer), (*answers, answer)
+    else:
+        return cut
+    for guess in (Guess(False), Guess(True)):
         with contextlib.suppress(Exception):  # a way that is not to be taken may raise
-            while cut.step.is_question:
-                answer = told(cut.step)
-                answers = (*answers, guess if answer is None else answer)
-                drawer = None if call.drawer is None else call.drawer.again()
-                own = replace(call.signature, answers=answers)
-                cut = cut_again(replace(call, signature=own, drawer=drawer))
-            return cut
+            return with_one_more(guess)
     return None
 
 
