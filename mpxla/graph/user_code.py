@@ -65,7 +65,8 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
             f"or masks, index by tensors (x[start + torch.arange(n)] in place of "
             f"x[start : start + n]), or move the decision out of the step function; what .item() "
             f"reads may be computed with, and returned, and int() gives a number that has few "
-            f"values."
+            f"values. What has to have values runs on the host as an operator of your own "
+            f"(torch.library.custom_op)."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")
