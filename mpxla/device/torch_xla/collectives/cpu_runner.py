@@ -7,7 +7,6 @@ by XLA's own collectives.
 jax is optional: the extra `cpu-collectives`. This file must not know what programs are for.
 """
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,20 +19,13 @@ from mpxla.device.torch_xla.collectives.programs import trace
 
 __all__ = ["CpuRunner"]
 
-# Torch dtypes that numpy lacks, and the integer of their size.
-_FOREIGN = {
-    torch.bfloat16: ("bfloat16", torch.int16, np.int16),
-    torch.float8_e4m3fn: ("float8_e4m3fn", torch.int8, np.int8),
-    torch.float8_e5m2: ("float8_e5m2", torch.int8, np.int8),
-}
-
 
 class _Lowered(NamedTuple):
     """A program that has not been compiled."""
 
     program: Program | GraphProgram
     artifact: bytes
-    sources: list[int | np.ndarray]
+    sources: list[int | torch.Tensor]
 
 
 class _Loaded(NamedTuple):
@@ -49,7 +41,7 @@ class CpuRunner(CpuWorld):
     def lower(self, program: Program | GraphProgram) -> _Lowered:
         """Makes the program's StableHLO; as bytes, since its text loses constants of booleans."""
         traced = trace(program)
-        sources = [s if isinstance(s, int) else s.cpu().numpy() for s in traced.sources()]
+        sources = [s if isinstance(s, int) else s.cpu() for s in traced.sources()]
         return _Lowered(program, traced.stablehlo_bytes(), sources)
 
     def fetch(self, operand: torch.Tensor) -> torch.Tensor:
@@ -80,40 +72,15 @@ class CpuRunner(CpuWorld):
 
         Results are on the host in any case.
         """
+        from mpxla.device.pjrt.arrays import import_tensor, shared_tensors  # jax is optional
+
         sources, kinds = loaded.lowered.sources, loaded.lowered.program.operands
-        arrays = [
-            _to_numpy(torch.zeros(k.shape, dtype=k.dtype) if t is None else t.view(k.shape))
+        given = [
+            torch.zeros(k.shape, dtype=k.dtype) if t is None else t.view(k.shape)
             for t, k in zip(operands, kinds, strict=True)
         ]
-        buffers = [self._upload(arrays[s] if isinstance(s, int) else s) for s in sources]
-        results = loaded.executable.execute_sharded(buffers)
-        return [
-            _to_torch(np.asarray(shards[0]))
-            for shards in results.disassemble_into_single_device_arrays()
-        ]
-
-    def _upload(self, array: np.ndarray) -> Any:
-        jax = self.jax
-        return jax.xla.batched_device_put(
-            jax.ShapedArray(array.shape, array.dtype),
-            jax.SingleDeviceSharding(self.device),
-            [array],
-            [self.device],
-            enable_x64=True,
-        )
-
-
-def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A host tensor as a numpy array; ml_dtypes, a dependency of jax, has what numpy lacks."""
-    if tensor.dtype not in _FOREIGN:
-        return tensor.numpy()
-    name, integer, _ = _FOREIGN[tensor.dtype]
-    return tensor.view(integer).numpy().view(getattr(importlib.import_module("ml_dtypes"), name))
-
-
-def _to_torch(array: np.ndarray) -> torch.Tensor:
-    """A copy, because the array belongs to the client."""
-    for dtype, (name, _, integer) in _FOREIGN.items():
-        if array.dtype.name == name:
-            return torch.from_numpy(array.view(integer).copy()).view(dtype)
-    return torch.from_numpy(array.copy())
+        values = [given[s] if isinstance(s, int) else s for s in sources]
+        found = loaded.executable.execute_sharded([import_tensor(v, self.device) for v in values])
+        results = [shards[0] for shards in found.disassemble_into_single_device_arrays()]
+        # Copies: memory of the world's client must not outlive it.
+        return [value.clone() for value in shared_tensors(results, torch.device("cpu"), "cpu")]
