@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from mpxla.comm.codec import register
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Buffer
@@ -130,6 +131,7 @@ def _shared(
     return shared
 
 
+@register
 class Reduced(NamedTuple):
     """What one replica reduces in a step."""
 

@@ -28,7 +28,7 @@ from mpxla.parallel.state_dicts import (
 from mpxla.parallel.stochastic_rounding import Origin
 
 if TYPE_CHECKING:
-    from mpxla.checkpoint.shards import SavedOptimizer
+    from mpxla.checkpoint.shards import ShardReader
     from mpxla.parallel.model import DistributedModel
 
 __all__ = ["MASTER_KEY", "Numbers", "OptimizerState", "parameters_of"]
@@ -281,15 +281,21 @@ class OptimizerState:
                 else:
                     yield StatePiece(name, key, value)
 
-    def load_entries(self, saved: "SavedOptimizer") -> None:
-        """Loads the state of this rank's parameters. After partitioning."""
-        names, shards = self._names(), self.shards()
+    def load_entries(self, saved: "ShardReader", saved_names: Mapping[str, str]) -> None:
+        """Loads the state of this rank's parameters. After partitioning.
+
+        Args:
+            saved: the checkpoint.
+            saved_names: parameter -> the name under which it was saved, where that is another one.
+        """
+        index, shards, kind = saved.index, self.shards(), "optimizer"
+        names = {at: saved_names.get(name, name) for at, name in self._names().items()}
 
         def master_of(position: int) -> torch.Tensor | None:
             name = names[position]
-            if MASTER_KEY not in saved.keys(name):
+            if MASTER_KEY not in index.keys(kind, name):
                 return None
-            return saved.whole(name, MASTER_KEY, shards.get(position))
+            return saved.whole(kind, name, MASTER_KEY, shards.get(position))
 
         self._load_masters(master_of)
         state: dict[int, Any] = {}
@@ -297,19 +303,19 @@ class OptimizerState:
             position = self._positions[id(parameter)]
             name, part = names[position], self._range_of(parameter)
             entry: dict[str, Any] = {}
-            for key in saved.keys(name):
+            for key in index.keys(kind, name):
                 if key == MASTER_KEY:
                     continue
-                shape, shard = saved.shape(name, key), shards.get(position)
+                shape, shard = index.shape(kind, name, key), shards.get(position)
                 if shard is not None and shape == shard.whole:
                     shape = shard.shape
                 else:
                     shard = None  # a number of steps
                 if part is not None and shape == part[2]:
-                    entry[key] = saved.flat(name, key, part[0], part[1] - part[0], shard)
+                    entry[key] = saved.flat(kind, name, key, part[0], part[1] - part[0], shard)
                 else:
-                    entry[key] = saved.whole(name, key, shard)
-            entry.update(saved.numbers(name))
+                    entry[key] = saved.whole(kind, name, key, shard)
+            entry.update(index.numbers.get(name, {}))
             if entry:
                 state[position] = entry
         self._load_picked({"state": state, "param_groups": self._optimizer.param_groups})
