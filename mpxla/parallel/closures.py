@@ -10,7 +10,7 @@ This file must not know how gradients get to the parameters.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,19 +23,11 @@ from mpxla.session import Session
 
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
+    from mpxla.parallel.optimizer import DistributedOptimizer
 
 __all__ = ["Closure", "ClosureSteps"]
 
 Closure = Callable[[], Any]
-
-
-class Update(Protocol):
-    """The steps of an update, see `DistributedOptimizer`."""
-
-    def step(self) -> Any: ...
-    def prepare_update(self) -> bool: ...
-    def run_update(self, closure: Closure) -> Any: ...
-    def settle_update(self) -> None: ...
 
 
 class ClosureSteps:
@@ -64,7 +56,7 @@ class ClosureSteps:
         self.are_needed = isinstance(optimizer, torch.optim.LBFGS)
         self._whole = _WholeUpdate(optimizer, models, contents, session)
 
-    def step(self, update: Update, closure: Closure | None) -> Any:
+    def step(self, update: "DistributedOptimizer", closure: Closure | None) -> Any:
         """One step; returns what the closure did at first.
 
         Raises:
@@ -91,7 +83,7 @@ class ClosureSteps:
             return self._whole.step(closure, update.prepare_update)
         return self._step_of_user(update, closure)
 
-    def _step_of_user(self, update: Update, closure: Closure) -> Any:
+    def _step_of_user(self, update: "DistributedOptimizer", closure: Closure) -> Any:
         is_first = True
 
         def evaluated() -> Any:

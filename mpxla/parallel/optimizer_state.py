@@ -9,7 +9,7 @@ file must not know when a state is saved, nor which ranks take part.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
 from mpxla.nn.shards import Shard
+from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -25,7 +26,7 @@ from mpxla.parallel.state_dicts import (
     pick_optimizer_state,
     to_host,
 )
-from mpxla.parallel.stochastic_rounding import Origin
+from mpxla.parallel.stochastic_rounding import Origin, StochasticRounding
 
 if TYPE_CHECKING:
     from mpxla.checkpoint.shards import ShardReader
@@ -43,11 +44,8 @@ _OF_RANK = ("params", "param_names")
 """Keys of a param group that are about this rank's parameters."""
 
 
-class Numbers(Protocol):
-    """Numbers that change from step to step and belong to a whole optimizer."""
-
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+Numbers = LossScale | StochasticRounding
+"""What changes from step to step and belongs to a whole optimizer."""
 
 
 class OptimizerState:
