@@ -13,9 +13,9 @@ import torch
 from mpxla.comm.handle import Handle
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Transport
+from mpxla.comm.worker import Worker
 from mpxla.parallel.accord import Accord
 from mpxla.parallel.attendance import Attendance
-from mpxla.parallel.comm_hook import HookThread
 from mpxla.parallel.join import Collective, Join
 
 __all__ = ["Rounds"]
@@ -36,7 +36,7 @@ class Rounds:
         self._accord = Accord(transport, group)
         self._join: Join | None = None
         self.attendance = Attendance(transport, group)
-        self.hooks = HookThread()
+        self.hooks = Worker("mpxla-comm-hook")
 
     def meet(
         self,
