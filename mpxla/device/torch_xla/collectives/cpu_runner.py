@@ -21,18 +21,12 @@ __all__ = ["CpuRunner"]
 
 
 class _Lowered(NamedTuple):
-    """A program that has not been compiled."""
+    """A program that has not been compiled, or has been, and what it takes."""
 
     program: Program | GraphProgram
-    artifact: bytes
+    artifact: Any
+    """Its StableHLO as bytes, and in the place of that what can be executed."""
     sources: list[int | torch.Tensor]
-
-
-class _Loaded(NamedTuple):
-    """A program that can be executed."""
-
-    executable: Any
-    lowered: _Lowered
 
 
 class CpuRunner(CpuWorld):
@@ -48,7 +42,7 @@ class CpuRunner(CpuWorld):
         """Copies an operand to the host once it is computed."""
         return operand.detach().cpu().contiguous()
 
-    def load(self, lowered: _Lowered) -> _Loaded:
+    def load(self, lowered: _Lowered) -> _Lowered:
         """Compiles a program for the members of its mesh, one replica each."""
         members = lowered.program.mesh.members
         options = self.jax.client.CompileOptions()
@@ -63,10 +57,10 @@ class CpuRunner(CpuWorld):
                 self.jax.client.DeviceList((self.device,)),
                 options,
             )
-        return _Loaded(executable, lowered)
+        return lowered._replace(artifact=executable)
 
     def execute(
-        self, loaded: _Loaded, operands: Sequence[torch.Tensor | None], to_host: bool
+        self, loaded: _Lowered, operands: Sequence[torch.Tensor | None], to_host: bool
     ) -> list[torch.Tensor]:
         """Runs a program and waits for it; None in place of an operand stands for zeros.
 
@@ -74,13 +68,13 @@ class CpuRunner(CpuWorld):
         """
         from mpxla.device.pjrt.arrays import import_tensor, shared_tensors  # jax is optional
 
-        sources, kinds = loaded.lowered.sources, loaded.lowered.program.operands
+        program, executable, sources = loaded
         given = [
             torch.zeros(k.shape, dtype=k.dtype) if t is None else t.view(k.shape)
-            for t, k in zip(operands, kinds, strict=True)
+            for t, k in zip(operands, program.operands, strict=True)
         ]
         values = [given[s] if isinstance(s, int) else s for s in sources]
-        found = loaded.executable.execute_sharded([import_tensor(v, self.device) for v in values])
+        found = executable.execute_sharded([import_tensor(v, self.device) for v in values])
         results = [shards[0] for shards in found.disassemble_into_single_device_arrays()]
         # Copies: memory of the world's client must not outlive it.
         return [value.clone() for value in shared_tensors(results, torch.device("cpu"), "cpu")]
