@@ -111,9 +111,9 @@ def write_partial(
     what = f"saving checkpoint {tag!r} in {path}"
     folder = writing_folder(path, tag, token)
 
-    def write_own() -> dict[str, Any]:
+    def write_own() -> Written:
         try:
-            return write(folder)._asdict()
+            return write(folder)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{folder} is not there, or was removed meanwhile; all ranks need one shared "
@@ -136,10 +136,10 @@ def write_partial(
 
 
 def _commit(
-    path: Path, tag: str, folder: Path, parts: list[dict[str, Any]], facts: Mapping[str, Any]
+    path: Path, tag: str, folder: Path, parts: list[Written], facts: Mapping[str, Any]
 ) -> None:
     final = partial_folder(path, tag)
-    files = {name: FileRecord(*record) for part in parts for name, record in part["files"].items()}
+    files = {name: record for part in parts for name, record in part.files.items()}
     for name, record in files.items():
         if not (folder / name).exists() or (folder / name).stat().st_size != record.num_bytes:
             raise CheckpointError(
@@ -151,7 +151,7 @@ def _commit(
         "format": FORMAT,
         "tag": tag,
         "files": files,
-        "parts": [part["content"] for part in parts],
+        "parts": [part.content for part in parts],
         "saved_at_s": time.time(),
     }
     text = json.dumps(body)

@@ -32,7 +32,7 @@ from mpxla.checkpoint.layout import (
 )
 from mpxla.checkpoint.random_state import set_random_states, set_random_states_of_another_rank
 from mpxla.checkpoint.save import finish_pending
-from mpxla.checkpoint.shards import SavedOptimizer, ShardReader, index_of
+from mpxla.checkpoint.shards import ShardReader, index_of
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
@@ -322,7 +322,7 @@ class _PartialLoader:
                 _copy_into(model, self._names, lambda n, s: self._reader.whole("model", n, "", s))
                 self._load_own_buffers()
             if load_optimizer and optimizer is not None:
-                optimizer.contents.load_entries(SavedOptimizer(self._reader, self._names))
+                optimizer.contents.load_entries(self._reader, self._names)
             num_bytes = self._reader.num_bytes_read - before
             get_logger().info("read %.1f MiB of %s", num_bytes / 2**20, self._folder)
 

@@ -173,7 +173,7 @@ def save_checkpoint(
     tag, token = begun[0]["request"]["tag"], begun[0]["token"]
     if not partial:
         return save_full(session, exchange, folder, tag, model, user_content, dtype)
-    shares = assign_writers([[Slot(*_tuples(slot)) for slot in b["slots"]] for b in begun])
+    shares = assign_writers([b["slots"] for b in begun])
     part = _Part(session, inventory, shares[session.rank])
 
     def copy() -> None:
@@ -302,7 +302,3 @@ def _check_equal(requests: list[dict[str, Any]]) -> None:
                     f"{value!r} on rank {rank}; call it with the same arguments on all ranks. "
                     f"Nothing was written."
                 )
-
-
-def _tuples(slot: Any) -> tuple[Any, ...]:
-    return tuple(tuple(field) if isinstance(field, list) else field for field in slot)

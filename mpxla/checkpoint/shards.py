@@ -23,7 +23,7 @@ from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
 from mpxla.nn.shards import Shard
 
-__all__ = ["SavedOptimizer", "ShardIndex", "ShardReader", "Slot", "assign_writers", "index_of"]
+__all__ = ["ShardIndex", "ShardReader", "Slot", "assign_writers", "index_of"]
 
 
 @register
@@ -247,39 +247,6 @@ class ShardReader:
         if file not in self._files:
             self._files[file] = load_object(self._folder / file, mmap=True)
         return self._files[file]
-
-
-class SavedOptimizer:
-    """State of an optimizer in a checkpoint, by the names of a model's parameters.
-
-    Args:
-        reader: of the checkpoint.
-        names: parameter -> the name under which it was saved, where that is another one.
-    """
-
-    def __init__(self, reader: ShardReader, names: Mapping[str, str]):
-        self._reader = reader
-        self._names = names
-
-    def numbers(self, name: str) -> Mapping[str, Any]:
-        """Values of a parameter that are no tensors, by state key."""
-        return self._reader.index.numbers.get(self._names.get(name, name), {})
-
-    def keys(self, name: str) -> Sequence[str]:
-        """State keys of the tensors of a parameter."""
-        return self._reader.index.keys("optimizer", self._names.get(name, name))
-
-    def shape(self, name: str, key: str) -> tuple[int, ...]:
-        """Shape of a whole tensor."""
-        return self._reader.index.shape("optimizer", self._names.get(name, name), key)
-
-    def whole(self, name: str, key: str, shard: Shard | None = None) -> torch.Tensor:
-        """See `ShardReader.whole`."""
-        return self._reader.whole("optimizer", self._names.get(name, name), key, shard)
-
-    def flat(self, name: str, *where: Any) -> torch.Tensor:
-        """See `ShardReader.flat`: key, offset, count, shard."""
-        return self._reader.flat("optimizer", self._names.get(name, name), *where)
 
 
 def index_of(manifest: Mapping[str, Any]) -> ShardIndex:

@@ -29,7 +29,7 @@ class Exchange(Protocol):
     world_size: int
 
     def allgather(self, value: Any) -> list[Any]:
-        """What every rank passed, by rank; every rank calls it. Values are JSON-able."""
+        """What every rank passed, by rank; every rank calls it. Values are data."""
         ...
 
     def working(self) -> contextlib.AbstractContextManager[None]:
@@ -92,7 +92,7 @@ def together(exchange: Exchange, what: str, action: Callable[[], T]) -> list[T]:
     Args:
         exchange: how outcomes travel.
         what: completes "... failed on rank 1".
-        action: returns something JSON-able.
+        action: returns data, see `comm.codec`.
 
     Returns:
         What the action returned on every rank.

@@ -9,6 +9,7 @@
     codec.py       what mpxla says to itself as data, which runs no code where it is read
     secret.py      the key that all ranks of a session share; handshake.py proves it on connections
     addresses.py   where sockets listen; store.py: where processes find each other at first
+    worker.py      a thread for what must not keep the caller waiting
     lifeline.py    who is alive, and stall.py: what all are doing when nothing moves
 
 Nothing here knows stages, schedules, configuration or the session.

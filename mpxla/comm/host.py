@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, cast
 
 import torch
@@ -44,6 +43,7 @@ from mpxla.comm.transport import (
     check_summable,
     not_made,
 )
+from mpxla.comm.worker import Worker
 from mpxla.errors import RankMismatch
 
 __all__ = ["HostTransport"]
@@ -68,34 +68,20 @@ class _Job:
     run: Callable[[Any, dist.ProcessGroup | None], Any]
 
 
-class _Collectives:
+class _Collectives(Worker):
     """The collectives of one group, one after the other in a thread of their own.
 
     A thread per group: two groups with a rank in common may be used in different orders.
     """
 
     def __init__(self, ranks: Group, group: dist.ProcessGroup | None, watch: FailureWatch) -> None:
+        super().__init__(f"mpxla-group-{ranks[0]}-{ranks[-1]}")
         self.ranks = ranks
         self.group = group
         self._watch = watch
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self.thread: threading.Thread | None = None
 
     def submit(self, job: _Job) -> None:
-        if self.thread is None:
-            name = f"mpxla-group-{self.ranks[0]}-{self.ranks[-1]}"
-            self.thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self.thread.start()
-        self._queue.put(job)
-
-    def finish(self) -> None:
-        """Lets the thread end after what is queued."""
-        self._queue.put(None)
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            self._do(job)
-            del job  # its tensors are not needed while the thread waits for the next one
+        self.put(partial(self._do, job))
 
     def _do(self, job: _Job) -> None:
         try:

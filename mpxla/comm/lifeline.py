@@ -98,7 +98,7 @@ class Lifeline(FailureWatch):
         self._sending = threading.Lock()
         self._pid = os.getpid()
         self._closed = threading.Event()
-        self._ready = threading.Event()
+        self._is_ready = False  # all ranks are connected
         self._is_cut = False
         self._server: LifelineServer | None = None
         self._connection: socket.socket | None = None
@@ -221,14 +221,10 @@ class Lifeline(FailureWatch):
         return connection
 
     def _await_others(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
         with self.changed:
-            self.changed.wait_for(
-                lambda: self._ready.is_set() or self._failure is not None,
-                deadline - time.monotonic(),
-            )
+            self.changed.wait_for(lambda: self._is_ready or self._failure is not None, timeout_s)
         self.check()
-        if not self._ready.is_set():
+        if not self._is_ready:
             raise PeerFailure(
                 f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to "
                 f"connect to rank 0. Start the same script on all ranks."
@@ -279,8 +275,8 @@ class Lifeline(FailureWatch):
             if self._pulse is not None:
                 self._pulse.hear(message["rows"])
         elif message["type"] == "ready":
-            self._ready.set()
             with self.changed:
+                self._is_ready = True
                 self.changed.notify_all()
         else:
             raise ValueError(f"an unknown message {message['type']!r}")

@@ -8,18 +8,17 @@ This file must not know what programs are for, nor torch_xla.
 """
 
 import contextlib
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.transport import Group
+from mpxla.comm.worker import Worker
 from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.errors import MpxlaError
 from mpxla.log import warn_once
@@ -97,7 +96,7 @@ class ProgramQueue:
     """Communications of one process, one after the other."""
 
     def __init__(self, rank: int, watch: FailureWatch, runner: Runner) -> None:
-        """Starts the thread. The runner is closed by `close`."""
+        """Takes over the runner, which `close` closes."""
         self._rank = rank
         self._watch = watch
         self._runner = runner
@@ -105,15 +104,13 @@ class ProgramQueue:
         """The last used is the last."""
         self._graphs: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
         self._is_closed = False
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="mpxla-xla", daemon=True)
-        self._thread.start()
+        self._worker = Worker("mpxla-xla")
 
     def submit(self, job: Job) -> Handle[Any]:
         """Queues a communication."""
         assert not self._is_closed, "the transport is closed"
         made = {} if job.program is None else self._lowered(job.program)
-        self._queue.put(partial(self._do, job, made))
+        self._worker.put(partial(self._do, job, made))
         return job.handle
 
     def load(self, programs: Sequence[Program], ranks: Group) -> Handle[None]:
@@ -126,7 +123,7 @@ class ProgramQueue:
         text = f"the loading of {'; '.join(map(str, programs)) or 'nothing'}"
         others = [rank for rank in ranks if rank != self._rank]
         handle: Handle[None] = Handle(self._watch, f"the loading of {len(here)} programs", others)
-        self._queue.put(partial(self._load_together, handle, ranks, text, made))
+        self._worker.put(partial(self._load_together, handle, ranks, text, made))
         return handle
 
     def close(self, timeout_s: float) -> None:
@@ -137,15 +134,15 @@ class ProgramQueue:
         if self._is_closed:
             return
         self._is_closed = True
-        self._queue.put(None)
-        deadline = time.monotonic() + timeout_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        self._worker.finish()
+        thread, deadline = self._worker.thread, time.monotonic() + timeout_s
+        while thread is not None and thread.is_alive() and time.monotonic() < deadline:
             if self._watch.failure is not None:
-                self._thread.join(_ABORT_S)
+                thread.join(_ABORT_S)
                 break
-            self._thread.join(0.01)
+            thread.join(0.01)
         self._forget()
-        if not self._thread.is_alive():
+        if thread is None or not thread.is_alive():
             with contextlib.suppress(RuntimeError, TimeoutError):  # the others are gone already
                 self._runner.close()
 
@@ -174,11 +171,6 @@ class ProgramQueue:
                 f"Give steps fewer different shapes, such as lengths that are padded.",
             )
         return made
-
-    def _work(self) -> None:
-        while (queued := self._queue.get()) is not None:
-            queued()
-            del queued  # its tensors are not needed while the thread waits for the next one
 
     def _do(self, job: Job, made: _Made) -> None:
         try:

@@ -149,8 +149,6 @@ class _Jax(NamedTuple):
     client: Any
     ir: Any
     make_ir_context: Any
-    ShapedArray: Any
-    SingleDeviceSharding: Any
 
 
 def _import_jax() -> tuple[Any, str | None]:
@@ -161,8 +159,6 @@ def _import_jax() -> tuple[Any, str | None]:
             importlib.import_module("jaxlib.xla_client"),
             importlib.import_module("jaxlib.mlir.ir"),
             importlib.import_module("jax.interpreters.mlir").make_ir_context,
-            importlib.import_module("jax.core").ShapedArray,
-            importlib.import_module("jax.sharding").SingleDeviceSharding,
         ), None
     except (ImportError, AttributeError) as error:
         return None, str(error)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from mpxla.comm.codec import register
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Buffer
@@ -130,6 +131,7 @@ def _shared(
     return shared
 
 
+@register
 class Reduced(NamedTuple):
     """What one replica reduces in a step."""
 
@@ -343,12 +345,12 @@ class BucketedReduction:
         for index, bucket in enumerate(self._buckets):
             self._deliver(bucket, index)
         for name, handle in following.items():
-            value = self._reducer.rounds.wait(handle)
+            value = self._reducer.rounds.attendance.wait(handle)
             self._store.write([name], [value])
 
     def _deliver(self, bucket: Bucket, index: int) -> None:
         """Waits for one bucket and gives its gradients to the store."""
-        flat = self._reducer.rounds.wait(self._under_way.pop(index))
+        flat = self._reducer.rounds.attendance.wait(self._under_way.pop(index))
         if len(bucket.holders) > 1:
             flat = self._sum_over_holders(flat, bucket.holders)
         if self._is_sharded:

@@ -9,8 +9,8 @@ This file must not know how gradients get to the parameters.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,49 +22,32 @@ from mpxla.parallel.store import ParameterStore
 from mpxla.session import Session
 
 if TYPE_CHECKING:
-    from mpxla.parallel.model import DistributedModel
+    from mpxla.parallel.optimizer import DistributedOptimizer
 
 __all__ = ["Closure", "ClosureSteps"]
 
 Closure = Callable[[], Any]
 
 
-class Update(Protocol):
-    """The steps of an update, see `DistributedOptimizer`."""
-
-    def step(self) -> Any: ...
-    def prepare_update(self) -> bool: ...
-    def run_update(self, closure: Closure) -> Any: ...
-    def settle_update(self) -> None: ...
-
-
 class ClosureSteps:
     """Steps of one optimizer that call a closure.
 
     Args:
-        optimizer: the inner optimizer.
-        models: whose parameters it holds.
-        contents: its parameters by position, and update copies.
+        contents: the inner optimizer, its parameters by position, and update copies.
         session: configuration, topology and device.
 
     Attributes:
         are_needed: whether it cannot step without a closure.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        models: "Sequence[DistributedModel]",
-        contents: OptimizerState,
-        session: Session,
-    ):
-        self._kind = type(optimizer)
+    def __init__(self, contents: OptimizerState, session: Session):
+        self._kind = type(contents.optimizer)
         self._has_scale = session.config.fp16
         self._pieces = contents.pieces
-        self.are_needed = isinstance(optimizer, torch.optim.LBFGS)
-        self._whole = _WholeUpdate(optimizer, models, contents, session)
+        self.are_needed = isinstance(contents.optimizer, torch.optim.LBFGS)
+        self._whole = _WholeUpdate(contents, session)
 
-    def step(self, update: Update, closure: Closure | None) -> Any:
+    def step(self, update: "DistributedOptimizer", closure: Closure | None) -> Any:
         """One step; returns what the closure did at first.
 
         Raises:
@@ -91,7 +74,7 @@ class ClosureSteps:
             return self._whole.step(closure, update.prepare_update)
         return self._step_of_user(update, closure)
 
-    def _step_of_user(self, update: Update, closure: Closure) -> Any:
+    def _step_of_user(self, update: "DistributedOptimizer", closure: Closure) -> Any:
         is_first = True
 
         def evaluated() -> Any:
@@ -118,20 +101,12 @@ class _WholeUpdate:
     of its first parameter, and shown there.
 
     Args:
-        optimizer: the inner optimizer, with one param group.
-        models: whose parameters it holds.
-        contents: the position of each parameter.
+        contents: the inner optimizer, with one param group, and the position of each parameter.
         session: topology, communication and device.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        models: "Sequence[DistributedModel]",
-        contents: OptimizerState,
-        session: Session,
-    ):
-        self._inner, self._models, self._contents = optimizer, models, contents
+    def __init__(self, contents: OptimizerState, session: Session):
+        self._inner, self._contents = contents.optimizer, contents
         self._session = session
         self._host: torch.optim.Optimizer | None = None
         self._copies: list[nn.Parameter] = []
@@ -166,7 +141,7 @@ class _WholeUpdate:
     def _held(self) -> Iterator[tuple[int, ParameterStore, str, nn.Parameter]]:
         """(position, store, name, what is updated) of the parameters of this rank."""
         positions = self._contents.positions
-        for model in self._models:
+        for model in self._contents.models:
             for name, parameter in model.tensors.local_parameters():
                 held = model.store.owner(name)
                 if id(parameter) in positions and held is not None:

@@ -100,8 +100,7 @@ class CombinedReduction:
         Raises:
             RankMismatch: there is no such step.
         """
-        own = [tuple(part.what()) for part in self._reducing]
-        everyone = [[Reduced(*one) for one in found] for found in self._rounds.gather(own)]
+        everyone: list[list[Reduced]] = self._rounds.gather([p.what() for p in self._reducing])
         if len({len(found) for found in everyone}) > 1:
             raise RankMismatch(
                 "the step trains more models on one replica than on another. Call the same step "

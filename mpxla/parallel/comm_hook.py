@@ -4,20 +4,19 @@ A thread of its own reads a bucket back from the device and calls the hook, one 
 other in the order that all replicas have in common. This file does not know when buckets start.
 """
 
-import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Transport
+from mpxla.comm.worker import Worker
 from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
 from mpxla.parallel.buckets import Bucket
 
-__all__ = ["CommHook", "GradBucket", "HookThread"]
+__all__ = ["CommHook", "GradBucket"]
 
 
 class GradBucket:
@@ -66,30 +65,6 @@ class GradBucket:
         return self._is_last
 
 
-class HookThread:
-    """Runs what is given to it one after the other; all models share it.
-
-    Hooks communicate, and collectives of two hooks must have one order on all replicas.
-    """
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Queues a call; returns at once."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mpxla-comm-hook", daemon=True)
-            self._thread.start()
-        self._queue.put(work)
-
-    def _work(self) -> None:
-        while True:
-            work = self._queue.get()
-            work()
-            del work  # its tensors are not needed while the thread waits for the next one
-
-
 class CommHook:
     """Calls a user's hook for every bucket.
 
@@ -97,7 +72,8 @@ class CommHook:
         state: first argument of the hook.
         hook: `hook(state, bucket)`, returns a `torch.futures.Future` of the reduced flat tensor.
         transport: ends waits for the hook when a rank fails.
-        thread: where it is called.
+        thread: where it is called. All models share it: collectives of two hooks must have one
+            order on all replicas.
         backend: reads buckets back.
     """
 
@@ -106,7 +82,7 @@ class CommHook:
         state: Any,
         hook: Callable[[Any, Any], Any],
         transport: Transport,
-        thread: HookThread,
+        thread: Worker,
         backend: Backend,
     ):
         self._state = state
@@ -146,7 +122,7 @@ class CommHook:
             except Exception as error:  # the user's code may raise anything
                 handle.set_error(error)
 
-        self._thread.submit(answer)
+        self._thread.put(answer)
         return handle
 
     def _reduced(self, bucket: GradBucket) -> torch.Tensor:

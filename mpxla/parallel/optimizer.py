@@ -155,7 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._update = CompiledUpdate(
             optimizer, session.backend, self._pieces, rounding, session.kept
         )
-        self._closures = ClosureSteps(optimizer, self._models, self.contents, session)
+        self._closures = ClosureSteps(self.contents, session)
         for model in self._models:
             model.attach_optimizer(self)
 

@@ -9,7 +9,7 @@ file must not know when a state is saved, nor which ranks take part.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
 from mpxla.nn.shards import Shard
+from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -25,10 +26,10 @@ from mpxla.parallel.state_dicts import (
     pick_optimizer_state,
     to_host,
 )
-from mpxla.parallel.stochastic_rounding import Origin
+from mpxla.parallel.stochastic_rounding import Origin, StochasticRounding
 
 if TYPE_CHECKING:
-    from mpxla.checkpoint.shards import SavedOptimizer
+    from mpxla.checkpoint.shards import ShardReader
     from mpxla.parallel.model import DistributedModel
 
 __all__ = ["MASTER_KEY", "Numbers", "OptimizerState", "parameters_of"]
@@ -43,11 +44,8 @@ _OF_RANK = ("params", "param_names")
 """Keys of a param group that are about this rank's parameters."""
 
 
-class Numbers(Protocol):
-    """Numbers that change from step to step and belong to a whole optimizer."""
-
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+Numbers = LossScale | StochasticRounding
+"""What changes from step to step and belongs to a whole optimizer."""
 
 
 class OptimizerState:
@@ -61,6 +59,8 @@ class OptimizerState:
             seed and count of stochastic rounding.
 
     Attributes:
+        optimizer: as given.
+        models: as given.
         pieces: the update copies that it holds in the place of parameters.
         group_sizes: parameters in every group of the plain optimizer.
     """
@@ -73,8 +73,8 @@ class OptimizerState:
         numbers: Mapping[str, Numbers] | None = None,
     ):
         self._numbers = dict(numbers or {})
-        self._optimizer = optimizer
-        self._models = models
+        self.optimizer = optimizer
+        self.models = models
         self._backend = backend
         self._positions = {id(p): position for position, p in enumerate(parameters_of(optimizer))}
         self.group_sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -88,7 +88,7 @@ class OptimizerState:
 
     def notice_groups(self) -> bool:
         """Takes in groups that were added since; whether there are some."""
-        new = self._optimizer.param_groups[len(self.group_sizes) :]
+        new = self.optimizer.param_groups[len(self.group_sizes) :]
         for group in new:
             first = sum(self.group_sizes)
             for position, parameter in enumerate(group["params"], first):
@@ -102,8 +102,8 @@ class OptimizerState:
     def of_rank(self, is_divided: bool) -> dict[str, Any]:
         """The state of what this rank updates, on the host: of ranges of pieces, if divided."""
         self.pieces.renew()
-        inner = self._optimizer.state_dict()
-        held = parameters_of(self._optimizer)
+        inner = self.optimizer.state_dict()
+        held = parameters_of(self.optimizer)
         local = [self._positions[id(p)] for p in held]
         state = {local[number]: entry for number, entry in inner["state"].items()}
         for position, parameter in zip(local, held, strict=True):
@@ -186,7 +186,7 @@ class OptimizerState:
 
     def _load_picked(self, full: Mapping[str, Any]) -> None:
         """Loads the states of what this rank updates, which are cut as it is."""
-        kept = [[self._positions[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
+        kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
         picked = pick_optimizer_state(full, kept)
         picked["state"] = {
             number: {k: v for k, v in entry.items() if k != MASTER_KEY}
@@ -194,14 +194,14 @@ class OptimizerState:
             else entry
             for number, entry in picked["state"].items()
         }
-        self._optimizer.load_state_dict(picked)
+        self.optimizer.load_state_dict(picked)
 
     def _load_masters(self, find: Callable[[int], torch.Tensor | None]) -> None:
         """Masters take values that were saved, see `ParameterStore.load_masters`.
 
         Whole masters are found by the positions of their parameters.
         """
-        for model in self._models:
+        for model in self.models:
             values = {
                 name: value
                 for name, parameter in model.store.state.local_parameters()
@@ -215,8 +215,8 @@ class OptimizerState:
     def _names(self) -> dict[int, str]:
         """Position of a parameter -> its name in the model; of several, with their labels."""
         names: dict[int, str] = {}
-        for model in self._models:
-            prefix = f"{model.label}." if len(self._models) > 1 and model.label else ""
+        for model in self.models:
+            prefix = f"{model.label}." if len(self.models) > 1 and model.label else ""
             names |= {id(p): f"{prefix}{n}" for n, p in model.module.named_parameters()}
         found: dict[int, str] = {}
         for ident, position in self._positions.items():  # copies come after their parameters
@@ -226,7 +226,7 @@ class OptimizerState:
     def origins(self) -> dict[int, Origin]:
         """Id of everything in the groups -> where its elements are in the model."""
         names, ranges = self._names(), self.pieces.ranges()
-        places = {id(p): self._positions[id(p)] for p in parameters_of(self._optimizer)}
+        places = {id(p): self._positions[id(p)] for p in parameters_of(self.optimizer)}
         return {
             ident: Origin(names[place], ranges[place][0][0] if place in ranges else 0)
             for ident, place in places.items()
@@ -250,7 +250,7 @@ class OptimizerState:
         """Position of a parameter that is split over ranks -> the part that this rank has."""
         of_ids = {
             id(parameter): model.shards_of_tensors[name]
-            for model in self._models
+            for model in self.models
             for name, parameter in model.store.state.parameters.items()
             if name in model.shards_of_tensors
         }
@@ -266,10 +266,10 @@ class OptimizerState:
         """State that this rank holds, by parameter name. Values are not copied."""
         self.pieces.renew()
         names, shards = self._names(), self.shards()
-        for parameter in parameters_of(self._optimizer):
+        for parameter in parameters_of(self.optimizer):
             position, part = self._positions[id(parameter)], self._range_of(parameter)
             name, shard = names[position], shards.get(position)
-            state = dict(self._optimizer.state.get(parameter, {}))
+            state = dict(self.optimizer.state.get(parameter, {}))
             if self.pieces.is_wide(parameter):
                 state[MASTER_KEY] = parameter
             for key, value in state.items():
@@ -281,38 +281,44 @@ class OptimizerState:
                 else:
                     yield StatePiece(name, key, value)
 
-    def load_entries(self, saved: "SavedOptimizer") -> None:
-        """Loads the state of this rank's parameters. After partitioning."""
-        names, shards = self._names(), self.shards()
+    def load_entries(self, saved: "ShardReader", saved_names: Mapping[str, str]) -> None:
+        """Loads the state of this rank's parameters. After partitioning.
+
+        Args:
+            saved: the checkpoint.
+            saved_names: parameter -> the name under which it was saved, where that is another one.
+        """
+        index, shards, kind = saved.index, self.shards(), "optimizer"
+        names = {at: saved_names.get(name, name) for at, name in self._names().items()}
 
         def master_of(position: int) -> torch.Tensor | None:
             name = names[position]
-            if MASTER_KEY not in saved.keys(name):
+            if MASTER_KEY not in index.keys(kind, name):
                 return None
-            return saved.whole(name, MASTER_KEY, shards.get(position))
+            return saved.whole(kind, name, MASTER_KEY, shards.get(position))
 
         self._load_masters(master_of)
         state: dict[int, Any] = {}
-        for parameter in parameters_of(self._optimizer):
+        for parameter in parameters_of(self.optimizer):
             position = self._positions[id(parameter)]
             name, part = names[position], self._range_of(parameter)
             entry: dict[str, Any] = {}
-            for key in saved.keys(name):
+            for key in index.keys(kind, name):
                 if key == MASTER_KEY:
                     continue
-                shape, shard = saved.shape(name, key), shards.get(position)
+                shape, shard = index.shape(kind, name, key), shards.get(position)
                 if shard is not None and shape == shard.whole:
                     shape = shard.shape
                 else:
                     shard = None  # a number of steps
                 if part is not None and shape == part[2]:
-                    entry[key] = saved.flat(name, key, part[0], part[1] - part[0], shard)
+                    entry[key] = saved.flat(kind, name, key, part[0], part[1] - part[0], shard)
                 else:
-                    entry[key] = saved.whole(name, key, shard)
-            entry.update(saved.numbers(name))
+                    entry[key] = saved.whole(kind, name, key, shard)
+            entry.update(index.numbers.get(name, {}))
             if entry:
                 state[position] = entry
-        self._load_picked({"state": state, "param_groups": self._optimizer.param_groups})
+        self._load_picked({"state": state, "param_groups": self.optimizer.param_groups})
 
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
@@ -320,7 +326,7 @@ class OptimizerState:
         settings = [
             to_host({k: v for k, v in group.items() if k not in _OF_RANK}, self._backend)
             | {"params": [next(names) for _ in range(size)]}
-            for group, size in zip(self._optimizer.param_groups, self.group_sizes, strict=True)
+            for group, size in zip(self.optimizer.param_groups, self.group_sizes, strict=True)
         ]
         settings[0].update({f"{_PREFIX}{k}": v.state_dict() for k, v in self._numbers.items()})
         return settings
@@ -340,7 +346,7 @@ class OptimizerState:
                     f"{', '.join(different[:5])}{', ...' if len(different) > 5 else ''}. Build the "
                     f"optimizer as it was, or pass load_optimizer=False."
                 )
-        for group, other in zip(self._optimizer.param_groups, saved, strict=True):
+        for group, other in zip(self.optimizer.param_groups, saved, strict=True):
             own_keys = (k for k in other if k not in _OF_RANK and not k.startswith(_PREFIX))
             group.update({k: other[k] for k in own_keys})
         for name, numbers in self._numbers.items():

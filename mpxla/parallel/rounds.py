@@ -8,14 +8,11 @@ replicas meet once. This file must not know what is reduced.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from mpxla.comm.handle import Handle
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Transport
+from mpxla.comm.worker import Worker
 from mpxla.parallel.accord import Accord
 from mpxla.parallel.attendance import Attendance
-from mpxla.parallel.comm_hook import HookThread
 from mpxla.parallel.join import Collective, Join
 
 __all__ = ["Rounds"]
@@ -36,7 +33,7 @@ class Rounds:
         self._accord = Accord(transport, group)
         self._join: Join | None = None
         self.attendance = Attendance(transport, group)
-        self.hooks = HookThread()
+        self.hooks = Worker("mpxla-comm-hook")
 
     def meet(
         self,
@@ -69,19 +66,11 @@ class Rounds:
         Raises:
             RankMismatch: optimizers have other settings, or one replica has had its last step.
         """
-        return self._join is not None or self._accord.check(self.wait)
+        return self._join is not None or self._accord.check(self.attendance.wait)
 
     def gather(self, own: Any) -> list[Any]:
         """What each replica has, by the order of the group; all call it at the end of a step."""
         return self._objects.allgather(own, self._group)
-
-    def wait(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
-        """The result of a collective; an error if another replica has had its last step.
-
-        Raises:
-            RankMismatch: names the numbers of steps.
-        """
-        return self.attendance.wait(handle)
 
     @property
     def is_uneven(self) -> bool:

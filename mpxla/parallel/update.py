@@ -35,11 +35,11 @@ from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.parallel.update_state import (
-    StartEntry,
     counts_of,
     idles_without_gradients,
     share_counters,
     starts_from_zeros,
+    zeros_for,
 )
 from mpxla.stage.making import graphs_made_quickly
 from mpxla.stage.spec import TensorSpec
@@ -83,7 +83,7 @@ class CompiledUpdate:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._slots: Slots | None = None
         self._rates: dict[float, torch.Tensor] = {}
-        self._starts: dict[torch.dtype, dict[str, StartEntry] | None] = {}
+        self._starts: dict[torch.dtype, dict[str, torch.Tensor] | None] = {}
         self.reason: str | None = None
         self.was_compiled = False
         self._pre_hook = optimizer.register_step_pre_hook(self._before)
@@ -263,7 +263,7 @@ class CompiledUpdate:
             return False  # the inner optimizer makes the state in a step of its own
         for parameter in new:
             like = {
-                key: torch.zeros(start.shape_for(parameter), dtype=start.dtype_for(parameter))
+                key: zeros_for(start, parameter)
                 for key, start in (self._starts[parameter.dtype] or {}).items()
             }
             if not like:

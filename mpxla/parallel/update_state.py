@@ -11,12 +11,12 @@ from mpxla.parallel.update_python import python_random_kept
 from mpxla.parallel.update_trace import clone_optimizer
 
 __all__ = [
-    "StartEntry",
     "counts_of",
     "dtypes_of_start",
     "idles_without_gradients",
     "share_counters",
     "starts_from_zeros",
+    "zeros_for",
 ]
 
 _VALUES = (0.3, -0.7, 1.1, 0.9, -0.2, 0.4)
@@ -70,22 +70,11 @@ def counts_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0)
 
 
-class StartEntry:
-    """Shape and dtype of one entry of the state, relative to its parameter."""
-
-    def __init__(self, value: torch.Tensor, parameter: torch.Tensor):
-        self._is_scalar = value.dim() == 0
-        self._dtype = None if value.dtype == parameter.dtype else value.dtype
-
-    def shape_for(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Its shape in the state of `parameter`."""
-        return () if self._is_scalar else tuple(parameter.shape)
-
-    def dtype_for(self, parameter: torch.Tensor) -> torch.dtype:
-        """Its dtype in the state of `parameter`."""
-        if self._is_scalar:
-            return self._dtype or torch.float32
-        return self._dtype or parameter.dtype
+def zeros_for(start: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What a parameter's state starts from, on the host; see `starts_from_zeros`."""
+    if start.dim():
+        return torch.zeros(parameter.shape, dtype=start.dtype)
+    return torch.zeros((), dtype=torch.float32 if start.dtype == parameter.dtype else start.dtype)
 
 
 def dtypes_of_start(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -109,8 +98,8 @@ def dtypes_of_start(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dic
 
 def starts_from_zeros(
     optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32
-) -> dict[str, StartEntry] | None:
-    """What state a fresh optimizer makes, if it might as well have started from zeros.
+) -> dict[str, torch.Tensor] | None:
+    """State that a fresh optimizer makes of a vector, if it might have started from zeros.
 
     None as well if a matrix has other state than a vector (Adafactor).
 
@@ -126,7 +115,7 @@ def starts_from_zeros(
 
 def _start_of(
     optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype
-) -> dict[str, StartEntry] | None:
+) -> dict[str, torch.Tensor] | None:
     """Steps a copy of the optimizer on a few numbers, once from nothing and once from zeros."""
     try:
         plain, state = _tried(optimizer, shape, dtype, None)
@@ -139,7 +128,7 @@ def _start_of(
     is_same = all(torch.equal(a, b) for a, b in zip(plain, zeroed, strict=True)) and all(
         torch.equal(state[key], zeroed_state[key]) for key in state
     )
-    return {k: StartEntry(v, plain[0]) for k, v in state.items()} if is_same else None
+    return state if is_same else None
 
 
 def idles_without_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,7 +1,4 @@
-"""Dtypes of PyTorch and of jax, and PyTorch's rules for mixing them.
-
-Jax counts in 64 bits here as PyTorch does: whoever imports this module turns `jax_enable_x64` on.
-"""
+"""Dtypes of PyTorch and of jax, and PyTorch's rules for mixing them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,9 +21,6 @@ __all__ = [
     "torch_dtype",
     "widened",
 ]
-
-# Without it jax would make int32 of int64 and float32 of float64, in silence.
-jax.config.update("jax_enable_x64", True)
 
 # `jax.numpy` names them as torch does, except the first.
 _JAX: dict[torch.dtype, np.dtype] = {torch.bool: np.dtype(np.bool_)} | {

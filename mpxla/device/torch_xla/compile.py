@@ -131,7 +131,7 @@ def _new_ticket() -> torch.Tensor:
 
 
 class _Ticketed(torch.nn.Module):
-    """A graph with a ticket as its last argument and its last result."""
+    """A graph with a ticket as its last argument and its last result; the salt changes its hash."""
 
     def __init__(self, module: torch.nn.Module, salt: int):
         super().__init__()
@@ -141,18 +141,6 @@ class _Ticketed(torch.nn.Module):
     def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
         *rest, ticket = arguments
         return [*self.module(*rest), ticket + self._step]
-
-
-class _Salted(torch.nn.Module):
-    """A graph with a further result that nobody looks at, for another hash."""
-
-    def __init__(self, module: torch.nn.Module, salt: int, device: torch.device):
-        super().__init__()
-        self.module = module
-        self._salt, self._device = salt, device
-
-    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
-        return [*self.module(*arguments), torch.full((1,), self._salt, device=self._device)]
 
 
 _digests: dict[bytes, bytes] = {}
@@ -317,12 +305,10 @@ def _compile_whole(
     device: torch.device,
     salt: int = 0,
 ) -> Executable:
-    """One executable. Another salt gives another hash."""
-    is_ordered, plain = is_host_device(), (module, inputs)
+    """One executable. Another salt gives another hash, by the ticket."""
+    is_ordered, plain = is_host_device() or salt > 0, (module, inputs)
     if is_ordered:
         module, inputs = _Ticketed(module, salt), [*inputs, _TICKET]
-    elif salt:
-        module = _Salted(module, salt, device)
     torch_xla.sync()
     xm.wait_device_ops()
     # With memory: an operator without a lowering shows by its kernel of the host, which reads its
@@ -348,7 +334,7 @@ def _compile_whole(
             index_of[tensor_id] = len(roots)
             roots.append(_as_named(value))
         results.append(index_of[tensor_id])
-    if is_ordered or salt:
+    if is_ordered:
         results.pop()
     if len(roots) == is_ordered:  # nothing to compute but the ticket
         return Executable(name, b"", (), results)

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from mpxla.device.pjrt.arrays import from_constant
-from mpxla.device.pjrt.dtypes import cast, dtype_or, shape_and_dtype, torch_dtype
+from mpxla.device.pjrt.dtypes import cast, dtype_or, shape_and_dtype
 from mpxla.device.pjrt.table import implements
 
 
@@ -33,32 +33,18 @@ def _full(shape: Sequence[int], value: Any, *, dtype: torch.dtype | None = None)
     return _filled(shape, value, dtype=dtype)
 
 
-@implements("new_full")
-def _new_full(
-    x: jax.Array, shape: Sequence[int], value: Any, *, dtype: torch.dtype | None = None
-) -> jax.Array:
-    return _filled(shape, value, dtype=dtype or torch_dtype(x.dtype))
-
-
 @implements("scalar_tensor")
 def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None) -> jax.Array:
     return cast(value, dtype_or(dtype))
 
 
-for _value, _plain, _new in (
-    (0, ("zeros", "zeros_like", "_efficientzerotensor"), ("new_zeros",)),
-    (1, ("ones", "ones_like"), ("new_ones",)),
+for _value, _names in (
+    (0, ("zeros", "zeros_like", "_efficientzerotensor")),
+    (1, ("ones", "ones_like")),
     # What follows the shape of these says how they lie in memory.
-    (
-        0,
-        ("empty.memory_format", "empty_like", "empty_strided", "empty_permuted"),
-        ("new_empty", "new_empty_strided"),
-    ),
+    (0, ("empty.memory_format", "empty_like", "empty_strided", "empty_permuted")),
 ):
-    implements(*_plain)(lambda like, *_, v=_value, dtype=None: _filled(like, v, dtype=dtype))
-    implements(*_new)(
-        lambda x, shape, *_, v=_value, dtype=None: _new_full(x, shape, v, dtype=dtype)
-    )
+    implements(*_names)(lambda like, *_, v=_value, dtype=None: _filled(like, v, dtype=dtype))
 
 
 implements("arange")(lambda end, *, dtype=None: _range(0, end, dtype=dtype))

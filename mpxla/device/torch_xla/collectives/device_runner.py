@@ -15,7 +15,8 @@ import torch_xla.runtime as xr
 
 from mpxla.comm.transport import Group
 from mpxla.comm.xla_programs import GraphProgram, Program
-from mpxla.device.torch_xla.collectives.programs import trace, upload
+from mpxla.device.torch_xla.collectives.programs import trace
+from mpxla.device.torch_xla.tensors import to_device
 from mpxla.errors import TopologyError
 
 __all__ = ["DeviceRunner", "is_device_world"]
@@ -104,5 +105,5 @@ class DeviceRunner:
     def _place(self, operand: torch.Tensor | None, zeros: torch.Tensor) -> torch.Tensor:
         if operand is None:
             return zeros
-        value = upload([operand])[0] if operand.device.type == "cpu" else operand
+        (value,) = to_device([operand], torch_xla.device())
         return value.reshape(zeros.shape)

@@ -8,7 +8,7 @@ This file must not know what executes the programs.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,9 @@ import torch_xla.core.xla_model as xm
 
 from mpxla.comm.mesh import Mesh
 from mpxla.comm.xla_programs import GraphProgram, Program
+from mpxla.device.torch_xla.tensors import to_device
 
-__all__ = ["COLLECTIVES", "Traced", "trace", "upload"]
+__all__ = ["COLLECTIVES", "Traced", "trace"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 # Bound here, because a session may exchange these names (`world.py`).
@@ -49,17 +50,12 @@ class Traced(NamedTuple):
         return xm.get_stablehlo_bytecode(outputs)
 
 
-def upload(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Moves host tensors to the device, as data of programs (`to` makes constants of 0 and 1)."""
-    return _xla._xla_tensors_from_aten(list(tensors), [str(torch_xla.device())] * len(tensors))
-
-
 def trace(program: Program | GraphProgram) -> Traced:
     """Traces a program, without running anything. Other pending work stays pending."""
     device = torch_xla.device()
     with _tracing, torch.no_grad():
         zeros = [torch.zeros(o.shape, dtype=o.dtype) for o in program.operands]
-        inputs = upload(zeros)
+        inputs = to_device(zeros, device)
         _xla._set_all_reduce_token(str(device), None)
         try:
             if isinstance(program, GraphProgram):
