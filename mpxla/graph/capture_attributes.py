@@ -10,12 +10,13 @@ import contextlib
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.errors import CaptureError
@@ -74,6 +75,7 @@ class AttributeLog:
             whether they are constants. Export puts the value back that was there before (torch
             2.13), or leaves it (2.9).
         inherited: reads of attributes of classes.
+        before: values at the first write.
     """
 
     names: dict[int, tuple[str, dict[str, Any]]]
@@ -81,6 +83,7 @@ class AttributeLog:
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
     inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
+    before: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -110,6 +113,7 @@ class AttributeLog:
         if id(owner) in self.names:
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
+            self.before.setdefault(place, owner.get(key, _MISSING))
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
@@ -125,9 +129,64 @@ class AttributeLog:
             read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts)
             if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
                 found.append(read)
-            elif read.change() or change("", value, plain(last, self.texts)):
-                _warn(name, line)
-        return kept(found)
+        return kept([read for read in found if read.name not in self._changes()])
+
+    def changed(self) -> list[Read]:
+        """What was read, and changed by the step; with its first value."""
+        return [read for read, _ in self._changes().values()]
+
+    def line(self, name: str) -> str:
+        """Where something was changed first."""
+        return self._changes()[name][1]
+
+    def warn(self, names: Iterable[str]) -> None:
+        """Tells the user that something does not change with every step."""
+        for name in names:
+            _warn(name, self.line(name))
+
+    def has_constants(self, names: Set[str]) -> bool:
+        """Whether constant tensors were put beside something that was changed."""
+        owners = {self.names[place[0]][0] for place, (_, v) in self.written.items() if v is _CONSTANT}
+        return any(name.rpartition(".")[0] in owners for name in names)
+
+    def left(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Plain values that the step has left in attributes: table of an object, name, value."""
+        places = [(self.names[owner][1], key) for owner, key in self.before]
+        return [(own, k, own[k]) for own, k in places if k in own and _is_simple(own[k])]
+
+    def restore(self) -> None:
+        """Gives attributes their plain values of before."""
+        for (owner_id, key), value in self.before.items():
+            owner = self.names[owner_id][1]
+            if not (_is_simple(value) and _is_simple(owner.get(key))):
+                continue
+            if value is _MISSING:
+                owner.pop(key, None)
+            else:
+                owner[key] = value
+
+    def _changes(self) -> dict[str, tuple[Read, str]]:
+        found: dict[str, tuple[Read, str]] = {}
+        for place, (line, last) in self.written.items():
+            owner_name, owner = self.names[place[0]]
+            name = f"{owner_name}.{place[1]}"
+            if place in self.first:
+                now = partial(owner.get, place[1], _MISSING)
+                read = Read(name, self.first[place], now, self.texts)
+            elif place in self.inherited:
+                read = self.inherited[place]
+            else:
+                continue
+            if last is _CONSTANT or last is _COMPUTED or not _is_known(name, read.value):
+                continue
+            if read.change() or change("", read.value, plain(last, self.texts)):
+                found[name] = read, line
+        return found
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether it can be given back: no container, which may have changed in place."""
+    return value is _MISSING or isinstance(value, (bool, int, float, str, types.NoneType))
 
 
 def _refusal(name: str, line: str) -> CaptureError:
@@ -296,8 +355,10 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
         recorder = current_recorder()
         if recorder is not None and not isinstance(value, nn.Module):
             written = value
-            if isinstance(value, torch.Tensor):  # which must not be held beyond the step
-                written = _CONSTANT if recorder.is_constant(value) else _COMPUTED
+            tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+            if tensors:  # which must not be held beyond the step
+                is_constant = all(map(recorder.is_constant, tensors))
+                written = _CONSTANT if is_constant else _COMPUTED
             log.note_write(object.__getattribute__(self, "__dict__"), name, written)
         set_attribute(self, name, value)
 
