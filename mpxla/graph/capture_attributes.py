@@ -10,6 +10,7 @@ import contextlib
 import sys
 import types
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,11 +29,22 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.user_lines import is_model_code
 
-__all__ = ["AttributeLog", "Outer", "Read", "attributes_noted", "kept", "outside_values"]
+__all__ = [
+    "CONTAINERS",
+    "AttributeLog",
+    "Outer",
+    "Read",
+    "attributes_noted",
+    "is_simple",
+    "kept",
+    "outside_values",
+    "refusal",
+]
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
 _MISSING, _CONSTANT, _COMPUTED = object(), object(), object()
 _TABLES = ("_parameters", "_buffers", "_modules")
+CONTAINERS = (list, dict, deque)
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
 _DEPTH, _MOST_OBJECTS = 4, 2000
@@ -48,12 +60,14 @@ class Read:
         value: what it was, as `plain` copies it.
         now: gives what it is.
         names: as for `plain`.
+        put: puts a value in its place; None where nothing can.
     """
 
     name: str
     value: Any
     now: Callable[[], Any]
     names: Set[str] = frozenset()
+    put: Callable[[Any], None] | None = None
 
     def change(self) -> Change | None:
         """How it has changed; None if it is what it was."""
@@ -76,6 +90,7 @@ class AttributeLog:
             2.13), or leaves it (2.9).
         inherited: reads of attributes of classes.
         before: values at the first write.
+        containers: lists and dictionaries that were read, which the step may fill.
     """
 
     names: dict[int, tuple[str, dict[str, Any]]]
@@ -84,6 +99,7 @@ class AttributeLog:
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
     inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
     before: dict[tuple[int, str], Any] = field(default_factory=dict)
+    containers: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -92,6 +108,8 @@ class AttributeLog:
             return
         if key not in _OF_TORCH:
             self.first[place] = plain(value, self.texts)
+            if isinstance(value, CONTAINERS):
+                self.containers[place] = value
 
     def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
         """Notes a read of an attribute that an object has from its class, until it gets its own."""
@@ -123,7 +141,7 @@ class AttributeLog:
             name = f"{owner_name}.{place[1]}"
             line, last = self.written.get(place, ("", _MISSING))
             if last is _COMPUTED:
-                raise _refusal(name, line)
+                raise refusal(name, line)
             if not _is_known(name, value):
                 continue
             read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts)
@@ -135,9 +153,19 @@ class AttributeLog:
         """What was read, and changed by the step; with its first value."""
         return [read for read, _ in self._changes().values()]
 
+    def filled(self) -> list[tuple[Read, Any]]:
+        """Containers that were read, with what they are now: the capture gives others back."""
+        found: list[tuple[Read, Any]] = []
+        for place, container in self.containers.items():
+            owner_name, owner = self.names[place[0]]
+            now, put = partial(owner.get, place[1]), partial(owner.__setitem__, place[1])
+            name = f"{owner_name}.{place[1]}"
+            found.append((Read(name, self.first[place], now, self.texts, put), container))
+        return found
+
     def line(self, name: str) -> str:
-        """Where something was changed first."""
-        return self._changes()[name][1]
+        """Where something was changed first, if that is known."""
+        return self._changes()[name][1] if name in self._changes() else ""
 
     def warn(self, names: Iterable[str]) -> None:
         """Tells the user that something does not change with every step."""
@@ -146,19 +174,22 @@ class AttributeLog:
 
     def has_constants(self, names: Set[str]) -> bool:
         """Whether constant tensors were put beside something that was changed."""
-        owners = {self.names[place[0]][0] for place, (_, v) in self.written.items() if v is _CONSTANT}
+        owners = {
+            self.names[place[0]][0] for place, (_, v) in self.written.items() if v is _CONSTANT
+        }
         return any(name.rpartition(".")[0] in owners for name in names)
 
-    def left(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Plain values that the step has left in attributes: table of an object, name, value."""
+    def left(self) -> list[Callable[[], None]]:
+        """Put back what the step has left of plain values in attributes."""
         places = [(self.names[owner][1], key) for owner, key in self.before]
-        return [(own, k, own[k]) for own, k in places if k in own and _is_simple(own[k])]
+        known = [(own, key, own[key]) for own, key in places if key in own]
+        return [partial(own.__setitem__, k, value) for own, k, value in known if is_simple(value)]
 
     def restore(self) -> None:
         """Gives attributes their plain values of before."""
         for (owner_id, key), value in self.before.items():
             owner = self.names[owner_id][1]
-            if not (_is_simple(value) and _is_simple(owner.get(key))):
+            if not (is_simple(value) and is_simple(owner.get(key))):
                 continue
             if value is _MISSING:
                 owner.pop(key, None)
@@ -184,12 +215,13 @@ class AttributeLog:
         return found
 
 
-def _is_simple(value: Any) -> bool:
+def is_simple(value: Any) -> bool:
     """Whether it can be given back: no container, which may have changed in place."""
     return value is _MISSING or isinstance(value, (bool, int, float, str, types.NoneType))
 
 
-def _refusal(name: str, line: str) -> CaptureError:
+def refusal(name: str, line: str) -> CaptureError:
+    """The error of a tensor that the step leaves where it reads the next one."""
     return CaptureError(
         f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
         f"or step would read. A step is captured once and leaves no tensors in attributes: make "
@@ -300,7 +332,7 @@ def outside_values(function: Callable[..., Any], model: nn.Module) -> Outer:
     found = outside(function, model)
     copies = [(p, plain(p.value, found.names)) for p in found.places]
     known = [(p, value) for p, value in copies if _is_known(p.name, value)]
-    reads = [Read(p.name, value, p.get, found.names) for p, value in known]
+    reads = [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
     return Outer(reads, [(p.name, p.value) for p in found.places], found.names)
 
 

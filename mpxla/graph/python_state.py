@@ -3,31 +3,44 @@
 A capture runs the function once, and a program does not run Python. So the function is captured
 again with what the first capture has left, to see whether that matters:
 
-    the same graph                a count for the log; it does not count on, of which a warning tells
-    another one, once             a flag (`if not self.initialized:`): the first program serves one
-                                  microbatch, those after it have the second
-    another one again             a number that the function computes with: an error
-    constants in other places     a cache of tables; it stays what it was, and is filled by programs
+    the same graph       a count for the log; it does not count on, of which a warning tells
+    another one, once    a flag (`if not self.initialized:`): the first program serves one
+                         microbatch, those after it have the second
+    another one again    a number that the function computes with: an error
+    a missing tensor     a cache of tables, which captures do not keep: its attributes stay what
+                         they were, and programs fill it
 
 This module must not know how steps are run.
 """
 
+import copy
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import lines_of
-from mpxla.graph.capture_attributes import AttributeLog, Read
+from mpxla.graph.capture_attributes import (
+    CONTAINERS,
+    AttributeLog,
+    Read,
+    is_simple,
+    kept,
+    refusal,
+)
 from mpxla.graph.plain import Change
 from mpxla.graph.stepgraph import InputKind, StepGraph
 
-__all__ = ["Attempt", "OnceRead", "PythonState"]
+__all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
+
+_FILLING = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,13 +49,20 @@ class Attempt:
 
     Attributes:
         step: the graph.
-        reads: what it depends on.
+        own_reads: what it depends on of attributes, as far as it has not changed it.
         log: what it did with attributes.
+        outer: what it names of globals and closures.
     """
 
     step: StepGraph
-    reads: list[Read]
+    own_reads: list[Read]
     log: AttributeLog
+    outer: list[Read]
+
+    def changed(self) -> dict[str, Read]:
+        """Plain values that it has read and changed, by name."""
+        outer = [read for read in self.outer if _is_changed(read)]
+        return {read.name: read for read in (*self.log.changed(), *outer)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +74,24 @@ class OnceRead(Read):
         return Change(self.name, self.value, self.now())
 
 
-@dataclass
+def restore(log: AttributeLog, outer: Iterable[Read]) -> None:
+    """Gives attributes and globals their plain values of before a capture."""
+    log.restore()
+    for read in outer:
+        if _is_changed(read) and read.put is not None:
+            read.put(read.value)
+
+
 class PythonState:
-    """Judges captures.
+    """Judges captures."""
 
-    Attributes:
-        left: what the last capture leaves in attributes, to be set when it is taken: the table of
-            an object, a name and a value.
-    """
+    def __init__(self) -> None:
+        self._left: list[Callable[[], None]] = []
 
-    left: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    def take(self) -> None:
+        """Leaves in attributes what the last capture does, which is to be used."""
+        for put in self._left:
+            put()
 
     def judged(self, capture: Callable[[], Attempt]) -> tuple[StepGraph, list[Read]]:
         """The step and what it reads; attributes are then what they were before.
@@ -72,39 +100,46 @@ class PythonState:
             capture: captures the step with attributes as they are.
 
         Raises:
-            CaptureError: the step computes with a number that it changes.
+            CaptureError: the step computes with a number that it changes, or reads tensors that it
+                has left in a list or a dictionary.
         """
-        self.left = []
+        self._left = []
         first = capture()
-        changed = first.log.changed()
+        changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
+        reads = [*kept(outer), *first.own_reads]
         left = first.log.left()
+        left += [partial(_put, r, r.now()) for r in first.outer if _is_changed(r)]
         try:
-            once = self._once(first, capture) if changed else []
+            once = self._once(first, changed, capture) if changed else []
         except _CacheError:
-            return first.step, [*first.reads, *changed]
-        finally:
-            first.log.restore()
+            restore(first.log, first.outer)
+            return first.step, [*reads, *changed.values()]
+        except BaseException:
+            restore(first.log, first.outer)
+            raise
+        restore(first.log, first.outer)
+        _refuse_carried(first, capture)
         if not once:
-            first.log.warn([read.name for read in changed])
-        self.left = left
-        return first.step, [*first.reads, *once]
+            first.log.warn(changed)
+        self._left = left
+        return first.step, [*reads, *once]
 
-    def _once(self, first: Attempt, capture: Callable[[], Attempt]) -> list[Read]:
+    def _once(
+        self, first: Attempt, changed: dict[str, Read], capture: Callable[[], Attempt]
+    ) -> list[Read]:
         """Reads of flags by which the step goes another way the next time."""
-        changed = {read.name: read for read in first.log.changed()}
         try:
             second = capture()
         except Exception as error:  # it finds no tensors where it has put them
             raise _CacheError from error
         try:
-            again = {read.name for read in second.log.changed()} & changed.keys()
-            same = lines_of(first.step) == lines_of(second.step)
-            if same and _outputs(first.step) == _outputs(second.step):
+            again = second.changed().keys() & changed.keys()
+            if _is_same(first.step, second.step):
                 return []
             if again:
-                self._refuse_counter(second, capture, again)
+                _refuse_counter(second, capture, min(again))
         finally:
-            second.log.restore()
+            restore(second.log, second.outer)
         flags = [read for name, read in changed.items() if name not in again]
         if not flags or _outputs(first.step) == _outputs(second.step):
             return []
@@ -112,20 +147,93 @@ class PythonState:
             raise _CacheError
         return [OnceRead(read.name, read.value, read.now) for read in flags]
 
-    def _refuse_counter(
-        self, second: Attempt, capture: Callable[[], Attempt], names: set[str]
-    ) -> None:
+
+def _is_changed(read: Read) -> bool:
+    """Whether something outside has changed that can be put back."""
+    now = read.now()
+    known = read.put is not None and is_simple(read.value) and is_simple(now)
+    return known and read.change() is not None
+
+
+def _put(read: Read, value: Any) -> None:
+    assert read.put is not None, "it can be put back"
+    read.put(value)
+
+
+def _is_same(one: StepGraph, other: StepGraph) -> bool:
+    return lines_of(one) == lines_of(other) and _outputs(one) == _outputs(other)
+
+
+def _refuse_counter(second: Attempt, capture: Callable[[], Attempt], name: str) -> None:
+    try:
         third = capture()
-        third.log.restore()
-        if lines_of(third.step) == lines_of(second.step):
+    except Exception:  # it computes with what it has left, in whatever way
+        third = None
+    if third is not None:
+        restore(third.log, third.outer)
+        if _is_same(second.step, third.step):
             return
-        name = min(names)
-        raise CaptureError(
-            f"The step function computes with {name}, and changes it{second.log.line(name)}. It is "
-            f"captured once per program, so that the number would stay. Count in a buffer "
-            f"(register_buffer with a tensor, then self.name += 1), by which it may compute and "
-            f"branch; or change it outside of the step function, or pass it as an argument."
-        )
+    raise CaptureError(
+        f"The step function computes with {name}, and changes it{second.log.line(name)}. It is "
+        f"captured once per program, so that the number would stay. Count in a buffer "
+        f"(register_buffer with a tensor, then self.name += 1), by which it may compute and "
+        f"branch; or change it outside of the step function, or pass it as an argument."
+    )
+
+
+def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
+    """Captures with other tensors in the place of those that the step has left in containers.
+
+    Raises:
+        CaptureError: the step then is another one.
+    """
+    pairs = [*first.log.filled(), *((r, n) for r in first.outer if _is_container(n := r.now()))]
+    fillings = [(read, now, _filled(now)) for read, now in pairs]
+    for read, left, filled in fillings:
+        if filled is None or read.put is None:
+            continue
+        own = read.now()
+        if own is left:
+            content = copy.copy(own)
+            _refill(own, filled)
+        else:
+            read.put(filled)
+        try:
+            again = capture()
+            restore(again.log, again.outer)
+            is_same = _is_same(first.step, again.step)
+        except Exception:  # of what tensors these are
+            is_same = False
+        if own is left:
+            _refill(own, content)
+        else:
+            read.put(own)
+        if not is_same:
+            raise refusal(read.name, "")
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, CONTAINERS)
+
+
+def _filled(container: Any) -> Any:
+    """A container with other tensors in the place of those of a capture; None if it has none."""
+    count = 0
+
+    def other(leaf: Any) -> Any:
+        nonlocal count
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        count += 1
+        return torch.full(tuple(map(int, leaf.shape)), _FILLING).to(leaf.dtype)
+
+    found = pytree.tree_map(other, container)
+    return found if count else None
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(content)
 
 
 class _CacheError(Exception):

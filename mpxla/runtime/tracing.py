@@ -12,7 +12,7 @@ import torch
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import Known, capture_step, with_values_if_needed
-from mpxla.graph.capture_attributes import Read, attributes_noted, kept, outside_values
+from mpxla.graph.capture_attributes import Read, attributes_noted, outside_values
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
@@ -21,7 +21,7 @@ from mpxla.graph.capture_sources import (
 )
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.parameter_attributes import NewAttributesError
-from mpxla.graph.python_state import Attempt, PythonState
+from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import UndecidedError
 from mpxla.kept import Kept
@@ -76,8 +76,7 @@ class Tracing:
             if signature.answers is not None or not may_ask:
                 raise CaptureError(*error.args) from error.__cause__
         else:
-            for owner, key, value in self.state.left:
-                owner[key] = value
+            self.state.take()
             return found
         return self.trace(replace(signature, answers=()), drawer and drawer.again())
 
@@ -134,7 +133,6 @@ class Tracing:
     def _captured(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
         function, model = self.function, self.states.module
         given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
-        outer = outside_values(function, model)
         own = [(f"argument {path}", value) for path, value in self.objects.items()]
 
         def run(leaves: Sequence[torch.Tensor]) -> Any:
@@ -154,6 +152,7 @@ class Tracing:
             return capture()
 
         def attempt() -> Attempt:
+            outer = outside_values(function, model)
             with (
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(function, model),
@@ -162,11 +161,11 @@ class Tracing:
             ):
                 try:
                     step = capture()
-                    return Attempt(step, log.reads(), log)
+                    return Attempt(step, log.reads(), log, outer.reads)
                 except BaseException:
-                    log.restore()
+                    restore(log, outer.reads)
                     raise
 
         step, own_reads = self.state.judged(attempt)
-        reads = [*kept(outer.reads), *own_reads, *map(ModuleRead.of, step.modules)]
+        reads = [*own_reads, *map(ModuleRead.of, step.modules)]
         return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]
