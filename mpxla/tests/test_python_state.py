@@ -17,7 +17,6 @@ pytestmark = pytest.mark.ranks
 NUM_STEPS = 3
 functional = nn.functional
 features, remembered = {}, {"hidden": None}
-total = 0
 
 
 class Net(nn.Module):
@@ -76,7 +75,7 @@ class Net(nn.Module):
         features["h"] = h
         self.by_name["a"] = h
         self.collected.append(h)
-        return h + features["h"].mean() + self.by_name["a"].sum()
+        return h + features["h"].mean() + self.by_name["a"].mean()
 
     # --- what would have to be kept --------------------------------------------------------------
 
@@ -87,11 +86,6 @@ class Net(nn.Module):
     def every_other(self, h):
         self.num_calls += 1
         return h if self.num_calls % 2 else 2 * h
-
-    def every_other_global(self, h):
-        global total
-        total += 1
-        return h if total % 2 else 2 * h
 
     def list_of_states(self, h):
         h = h + self.states[0].to(h.device)
@@ -124,7 +118,6 @@ class Net(nn.Module):
 REFUSED = {
     "annealed": r"computes with model\.temperature, and changes it at .*: self\.temperature = max",
     "every_other": r"computes with model\.num_calls, and changes it at .*: self\.num_calls \+= 1",
-    "every_other_global": "total, and changes it",
     "list_of_states": r"reads model\.states, and gives it a tensor",
     "states_by_name": r"reads model\.by_name, and gives it a tensor",
     "last_ones": r"reads model\.past, and gives it a tensor",
@@ -204,7 +197,7 @@ def test_flags_and_caches_are_what_they_are_in_pytorch(kind, stages, count):
         close(losses, expected)
         close(state, parameters)
         warnings = [line for line in lines if "reads and changes" in line]
-        assert len(warnings) == (kind == "counted")
+        assert len(warnings) == (kind in ("counted", "mean_by_a_flag"))
         programs = sum("compiled" in line for line in lines)
         assert programs == (3 if kind.endswith("flag") else 2)
 
@@ -235,13 +228,13 @@ def refused(kinds):
             assert re.search(REFUSED[kind], text), text
 
 
-def test_numbers_and_tensors_for_the_next_microbatch_are_refused():
-    refused(["annealed", "last_ones"])
+def test_a_number_that_a_step_computes_with_and_changes_is_refused():
+    refused(["annealed"])
 
 
 @pytest.mark.slow
 def test_other_state_for_the_next_microbatch_is_refused():
-    refused([kind for kind in REFUSED if kind not in ("annealed", "last_ones")])
+    refused([kind for kind in REFUSED if kind != "annealed"])
 
 
 def save_buffers():
