@@ -193,8 +193,8 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         if filled is None or read.put is None:
             continue
         own = read.now()
+        content = copy.copy(own)
         if own is left:
-            content = copy.copy(own)
             _refill(own, filled)
         else:
             read.put(filled)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 3
 functional = nn.functional
-features, remembered = {}, {"hidden": None}
+features = {}
 
 
 class Net(nn.Module):
@@ -108,12 +108,6 @@ class Net(nn.Module):
         self.pair = h.detach(), 2 * h.detach()
         return h
 
-    def global_state(self, h):
-        if remembered["hidden"] is not None:
-            h = h + remembered["hidden"]
-        remembered["hidden"] = h.detach()
-        return h
-
 
 REFUSED = {
     "annealed": r"computes with model\.temperature, and changes it at .*: self\.temperature = max",
@@ -122,7 +116,6 @@ REFUSED = {
     "states_by_name": r"reads model\.by_name, and gives it a tensor",
     "last_ones": r"reads model\.past, and gives it a tensor",
     "pair_of_states": r"reads model\.pair, and gives it a tensor at .*: self\.pair = h",
-    "global_state": "reads .*remembered, and gives it a tensor",
 }
 
 
