@@ -10,12 +10,14 @@ import contextlib
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.errors import CaptureError
@@ -27,11 +29,22 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.user_lines import is_model_code
 
-__all__ = ["AttributeLog", "Outer", "Read", "attributes_noted", "kept", "outside_values"]
+__all__ = [
+    "CONTAINERS",
+    "AttributeLog",
+    "Outer",
+    "Read",
+    "attributes_noted",
+    "is_simple",
+    "kept",
+    "outside_values",
+    "refusal",
+]
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
 _MISSING, _CONSTANT, _COMPUTED = object(), object(), object()
 _TABLES = ("_parameters", "_buffers", "_modules")
+CONTAINERS = (list, dict, deque)
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
 _DEPTH, _MOST_OBJECTS = 4, 2000
@@ -47,12 +60,14 @@ class Read:
         value: what it was, as `plain` copies it.
         now: gives what it is.
         names: as for `plain`.
+        put: puts a value in its place; None where nothing can.
     """
 
     name: str
     value: Any
     now: Callable[[], Any]
     names: Set[str] = frozenset()
+    put: Callable[[Any], None] | None = None
 
     def change(self) -> Change | None:
         """How it has changed; None if it is what it was."""
@@ -74,6 +89,8 @@ class AttributeLog:
             whether they are constants. Export puts the value back that was there before (torch
             2.13), or leaves it (2.9).
         inherited: reads of attributes of classes.
+        before: values at the first write.
+        containers: lists and dictionaries that were read, which the step may fill.
     """
 
     names: dict[int, tuple[str, dict[str, Any]]]
@@ -81,6 +98,8 @@ class AttributeLog:
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
     inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
+    before: dict[tuple[int, str], Any] = field(default_factory=dict)
+    containers: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -89,6 +108,8 @@ class AttributeLog:
             return
         if key not in _OF_TORCH:
             self.first[place] = plain(value, self.texts)
+            if isinstance(value, CONTAINERS):
+                self.containers[place] = value
 
     def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
         """Notes a read of an attribute that an object has from its class, until it gets its own."""
@@ -110,6 +131,7 @@ class AttributeLog:
         if id(owner) in self.names:
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
+            self.before.setdefault(place, owner.get(key, _MISSING))
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
@@ -119,18 +141,87 @@ class AttributeLog:
             name = f"{owner_name}.{place[1]}"
             line, last = self.written.get(place, ("", _MISSING))
             if last is _COMPUTED:
-                raise _refusal(name, line)
+                raise refusal(name, line)
             if not _is_known(name, value):
                 continue
             read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts)
             if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
                 found.append(read)
-            elif read.change() or change("", value, plain(last, self.texts)):
-                _warn(name, line)
-        return kept(found)
+        return kept([read for read in found if read.name not in self._changes()])
+
+    def changed(self) -> list[Read]:
+        """What was read, and changed by the step; with its first value."""
+        return [read for read, _ in self._changes().values()]
+
+    def filled(self) -> list[tuple[Read, Any]]:
+        """Containers that were read, with what they are now: the capture gives others back."""
+        found: list[tuple[Read, Any]] = []
+        for place, container in self.containers.items():
+            owner_name, owner = self.names[place[0]]
+            now, put = partial(owner.get, place[1]), partial(owner.__setitem__, place[1])
+            name = f"{owner_name}.{place[1]}"
+            found.append((Read(name, self.first[place], now, self.texts, put), container))
+        return found
+
+    def line(self, name: str) -> str:
+        """Where something was changed first, if that is known."""
+        return self._changes()[name][1] if name in self._changes() else ""
+
+    def warn(self, names: Iterable[str]) -> None:
+        """Tells the user that something does not change with every step."""
+        for name in names:
+            _warn(name, self.line(name))
+
+    def has_constants(self, names: Set[str]) -> bool:
+        """Whether constant tensors were put beside something that was changed."""
+        owners = {
+            self.names[place[0]][0] for place, (_, v) in self.written.items() if v is _CONSTANT
+        }
+        return any(name.rpartition(".")[0] in owners for name in names)
+
+    def left(self) -> list[Callable[[], None]]:
+        """Put back what the step has left of plain values in attributes."""
+        places = [(self.names[owner][1], key) for owner, key in self.before]
+        known = [(own, key, own[key]) for own, key in places if key in own]
+        return [partial(own.__setitem__, k, value) for own, k, value in known if is_simple(value)]
+
+    def restore(self) -> None:
+        """Gives attributes their plain values of before."""
+        for (owner_id, key), value in self.before.items():
+            owner = self.names[owner_id][1]
+            if not (is_simple(value) and is_simple(owner.get(key))):
+                continue
+            if value is _MISSING:
+                owner.pop(key, None)
+            else:
+                owner[key] = value
+
+    def _changes(self) -> dict[str, tuple[Read, str]]:
+        found: dict[str, tuple[Read, str]] = {}
+        for place, (line, last) in self.written.items():
+            owner_name, owner = self.names[place[0]]
+            name = f"{owner_name}.{place[1]}"
+            if place in self.first:
+                now = partial(owner.get, place[1], _MISSING)
+                read = Read(name, self.first[place], now, self.texts)
+            elif place in self.inherited:
+                read = self.inherited[place]
+            else:
+                continue
+            if last is _CONSTANT or last is _COMPUTED or not _is_known(name, read.value):
+                continue
+            if read.change() or change("", read.value, plain(last, self.texts)):
+                found[name] = read, line
+        return found
 
 
-def _refusal(name: str, line: str) -> CaptureError:
+def is_simple(value: Any) -> bool:
+    """Whether it can be given back: no container, which may have changed in place."""
+    return value is _MISSING or isinstance(value, (bool, int, float, str, types.NoneType))
+
+
+def refusal(name: str, line: str) -> CaptureError:
+    """The error of a tensor that the step leaves where it reads the next one."""
     return CaptureError(
         f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
         f"or step would read. A step is captured once and leaves no tensors in attributes: make "
@@ -241,7 +332,7 @@ def outside_values(function: Callable[..., Any], model: nn.Module) -> Outer:
     found = outside(function, model)
     copies = [(p, plain(p.value, found.names)) for p in found.places]
     known = [(p, value) for p, value in copies if _is_known(p.name, value)]
-    reads = [Read(p.name, value, p.get, found.names) for p, value in known]
+    reads = [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
     return Outer(reads, [(p.name, p.value) for p in found.places], found.names)
 
 
@@ -296,8 +387,10 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
         recorder = current_recorder()
         if recorder is not None and not isinstance(value, nn.Module):
             written = value
-            if isinstance(value, torch.Tensor):  # which must not be held beyond the step
-                written = _CONSTANT if recorder.is_constant(value) else _COMPUTED
+            tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+            if tensors:  # which must not be held beyond the step
+                is_constant = all(map(recorder.is_constant, tensors))
+                written = _CONSTANT if is_constant else _COMPUTED
             log.note_write(object.__getattribute__(self, "__dict__"), name, written)
         set_attribute(self, name, value)
 

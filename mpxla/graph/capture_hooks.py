@@ -8,6 +8,7 @@ This module must not know how the step is captured or run.
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
@@ -176,7 +177,7 @@ def attributes_kept(model: nn.Module) -> Generator[None]:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """All of them, with copies of the containers that `forward` may fill in place."""
     return {
-        name: copy.copy(value) if type(value) in (list, dict) else value
+        name: copy.copy(value) if type(value) in (list, dict, deque) else value
         for name, value in vars(module).items()
         if name not in _STATE
     }
@@ -184,7 +185,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _is_new(value: Any, old: Any) -> bool:
     """Whether a value is, or holds, a tensor that the old value does not."""
-    if not isinstance(value, (torch.Tensor, list, tuple, dict)) or value is old:
+    if not isinstance(value, (torch.Tensor, list, tuple, dict, deque)) or value is old:
         return False
     known = {id(leaf) for leaf in pytree.tree_leaves(old)}
     leaves = pytree.tree_leaves(value)

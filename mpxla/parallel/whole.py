@@ -47,7 +47,8 @@ def save_whole(model: "DistributedModel", session: Session) -> None:
 
     def gather(saved: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
         model = owner()
-        is_live = any(isinstance(value, nn.Parameter) for value in values.values())
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        is_live = any(id(value) in own for value in values.values())
         if model is not None and model.partitioned and saved is module and not (prefix or is_live):
             values.update(model.state_dict())
 

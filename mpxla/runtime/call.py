@@ -139,5 +139,10 @@ def what_differs(call: Call) -> str:
     first, plan = next((i, plan) for i, plan in enumerate(call.ways) if plan is not None)
     other = next(i for i, way in enumerate(call.ways) if way is not plan)
     change = plan.change([as_inputs(call, plan)[other]])
-    what = change_of_answers(plan, call.ways[other]) if change is None else change[1]
+    if change is not None:
+        what = change[1]
+    elif plan.is_once:
+        what = next(str(read.change()) for read in plan.view.reads if read.change())
+    else:
+        what = change_of_answers(plan, call.ways[other])
     return f"{what}, from microbatch {first} to microbatch {other}"

@@ -16,6 +16,7 @@ from torch import nn
 from mpxla.errors import MpxlaError, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.draws import Draw, Drawer
+from mpxla.graph.python_state import OnceRead
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.runtime.announced import AnnouncedError, as_announced, raise_announced
@@ -432,6 +433,7 @@ class Calls:
         checks, step_plan = plan.runner.checks, plan.runner.plan
         is_open = step_plan.is_random or checks.looks_at_inputs or plan.decisions
         is_open = is_open or len(call.plans) > 1 or plan.signature.answers is not None
+        is_open = is_open or plan.is_once
         if self._pp_rank == 0:
             problem = self._take_way(call, plan)
             if is_open or problem is not None:
@@ -457,12 +459,15 @@ class Calls:
                 f"{call.signature.function}: {change[1]}, in the same microbatch. What decides in "
                 f"Python must follow from the arguments."
             )
+        if plan.is_once and plan.signature.answers is not None:
+            return _problem_of_flag(plan)
+        is_for = [not plan.is_once or i == call.wanted for i in range(len(given))]
         if plan.signature.answers is not None:
             problem = self._asking.add(call, plan)
             return problem or self._advance(call, self._watch.look())
         call.ways = [
-            plan if way is None and plan.change([leaves]) is None else way
-            for way, leaves in zip(call.ways, given, strict=True)
+            plan if way is None and serves and plan.change([leaves]) is None else way
+            for way, leaves, serves in zip(call.ways, given, is_for, strict=True)
         ]
         call.wanted = call.ways.index(None) if None in call.ways else None
         return self._divide(call)
@@ -539,6 +544,16 @@ def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
         f"pp_rank 0 called {first}, while rank {rank} (pp_rank {pp_rank}) called {own}. All ranks "
         f"of a pipeline have to call {what}, since each holds a part of the model: call it "
         f"outside of `if smp.rank() == 0:`, and use the result on one rank."
+    )
+
+
+def _problem_of_flag(plan: Plan) -> str:
+    """Text of the error of a flag in Python beside branches on what the model computes."""
+    names = " and ".join(sorted(r.name for r in plan.view.reads if isinstance(r, OnceRead)))
+    return (
+        f"{plan.signature.function} goes another way when it has changed {names}, and branches on "
+        f"values that depend on the model, too. Make the flag a buffer: register_buffer with "
+        f"torch.tensor(False), then self.name.fill_(True)."
     )
 
 

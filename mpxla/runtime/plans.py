@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.decisions import Decisions
+from mpxla.graph.python_state import OnceRead
 from mpxla.graph.questions import state_read
 from mpxla.log import get_logger
 from mpxla.runtime.model_watch import ModelView
@@ -61,6 +62,11 @@ class Plan:
     def is_question(self) -> bool:
         """Whether it only tells what Python asks for (`graph/answers.py`)."""
         return self.runner.plan.cut.step.is_question
+
+    @cached_property
+    def is_once(self) -> bool:
+        """Whether it serves one microbatch, and what Python has left then decides otherwise."""
+        return any(isinstance(read, OnceRead) for read in self.view.reads)
 
     @cached_property
     def asks_of(self) -> set[str]:

@@ -5,14 +5,14 @@ This module must not know how ranks agree on a call.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import Known, capture_step, with_values_if_needed
-from mpxla.graph.capture_attributes import Read, attributes_noted, kept, outside_values
+from mpxla.graph.capture_attributes import Read, attributes_noted, outside_values
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
@@ -21,6 +21,7 @@ from mpxla.graph.capture_sources import (
 )
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.parameter_attributes import NewAttributesError
+from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import UndecidedError
 from mpxla.kept import Kept
@@ -43,6 +44,7 @@ class Tracing:
         states: parameters and buffers of all models.
         values: gives the tensor leaves of one microbatch, where Python needs them.
         graphs: those of earlier starts.
+        state: what the last capture leaves in attributes.
     """
 
     function: Callable[..., Any]
@@ -50,6 +52,7 @@ class Tracing:
     states: ModelStates
     values: Callable[[], Sequence[torch.Tensor]]
     graphs: Kept
+    state: PythonState = field(default_factory=PythonState)
 
     def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
         """Captures a step with as many of its floats as inputs as Python lets it.
@@ -68,10 +71,13 @@ class Tracing:
             CaptureError: the function cannot be captured.
         """
         try:
-            return self._with_few_draws(signature, drawer)
+            found = self._with_few_draws(signature, drawer)
         except UndecidedError as error:
             if signature.answers is not None or not may_ask:
                 raise CaptureError(*error.args) from error.__cause__
+        else:
+            self.state.take()
+            return found
         return self.trace(replace(signature, answers=()), drawer and drawer.again())
 
     def _with_few_draws(self, signature: Signature, drawer: Drawer | None) -> Traced:
@@ -127,8 +133,7 @@ class Tracing:
     def _captured(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
         function, model = self.function, self.states.module
         given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
-        outer = outside_values(function, model)
-        own = ((f"argument {path}", value) for path, value in self.objects.items())
+        own = [(f"argument {path}", value) for path, value in self.objects.items()]
 
         def run(leaves: Sequence[torch.Tensor]) -> Any:
             if draws is not None:
@@ -146,12 +151,21 @@ class Tracing:
                     found.start()
             return capture()
 
-        with (
-            torch.set_grad_enabled(signature.grad_enabled),
-            iterators_refused(function, model),
-            random_numbers_noted(function, model, draws),
-            attributes_noted(model, [*outer.objects, *own], outer.texts) as log,
-        ):
-            step = capture()
-        reads = [*kept(outer.reads), *log.reads(), *map(ModuleRead.of, step.modules)]
+        def attempt() -> Attempt:
+            outer = outside_values(function, model)
+            with (
+                torch.set_grad_enabled(signature.grad_enabled),
+                iterators_refused(function, model),
+                random_numbers_noted(function, model, draws),
+                attributes_noted(model, [*outer.objects, *own], outer.texts) as log,
+            ):
+                try:
+                    step = capture()
+                    return Attempt(step, log.reads(), log, outer.reads)
+                except BaseException:
+                    restore(log, outer.reads)
+                    raise
+
+        step, own_reads = self.state.judged(attempt)
+        reads = [*own_reads, *map(ModuleRead.of, step.modules)]
         return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]

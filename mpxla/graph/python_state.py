@@ -1,0 +1,266 @@
+"""What a step function leaves in plain attributes that it reads: flags, counters, caches.
+
+A capture runs the function once, and a program does not run Python. So the function is captured
+again with what the first capture has left, to see whether that matters:
+
+    the same graph       a count for the log; it does not count on, of which a warning tells
+    another one, once    a flag (`if not self.initialized:`): the first program serves one
+                         microbatch, those after it have the second
+    another one again    a number that the function computes with: an error
+    a missing tensor     a cache of tables, which captures do not keep: its attributes stay what
+                         they were, and programs fill it
+
+This module must not know how steps are run.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mpxla.errors import CaptureError
+from mpxla.graph.alike import lines_of
+from mpxla.graph.capture_attributes import (
+    CONTAINERS,
+    AttributeLog,
+    Read,
+    is_simple,
+    kept,
+    refusal,
+)
+from mpxla.graph.plain import Change
+from mpxla.graph.stepgraph import InputKind, StepGraph
+
+__all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
+
+_FILLING = 0.5
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One capture.
+
+    Attributes:
+        step: the graph.
+        own_reads: what it depends on of attributes, as far as it has not changed it.
+        log: what it did with attributes.
+        outer: what it names of globals and closures.
+    """
+
+    step: StepGraph
+    own_reads: list[Read]
+    log: AttributeLog
+    outer: list[Read]
+
+    def changed(self) -> dict[str, Read]:
+        """Plain values that it has read and changed, by name."""
+        outer = [read for read in self.outer if _is_changed(read)]
+        return {read.name: read for read in (*self.log.changed(), *outer)}
+
+
+@dataclass(frozen=True, eq=False)
+class OnceRead(Read):
+    """An attribute that the function reads and changes, once: its program is not used again."""
+
+    def change(self) -> Change | None:
+        """Always one, also where somebody has set the attribute back."""
+        return Change(self.name, self.value, self.now())
+
+
+def restore(log: AttributeLog, outer: Iterable[Read]) -> None:
+    """Gives attributes and globals their plain values of before a capture."""
+    log.restore()
+    for read in outer:
+        if _is_changed(read) and read.put is not None:
+            read.put(read.value)
+
+
+class PythonState:
+    """Judges captures."""
+
+    def __init__(self) -> None:
+        self._left: list[Callable[[], None]] = []
+
+    def take(self) -> None:
+        """Leaves in attributes what the last capture does, which is to be used."""
+        for put in self._left:
+            put()
+
+    def judged(self, capture: Callable[[], Attempt]) -> tuple[StepGraph, list[Read]]:
+        """The step and what it reads; attributes are then what they were before.
+
+        Args:
+            capture: captures the step with attributes as they are.
+
+        Raises:
+            CaptureError: the step computes with a number that it changes, or reads tensors that it
+                has left in a list or a dictionary.
+        """
+        self._left = []
+        first = capture()
+        changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
+        reads = [*kept(outer), *first.own_reads]
+        left = first.log.left()
+        left += [partial(_put, r, r.now()) for r in first.outer if _is_changed(r)]
+        try:
+            once = self._once(first, changed, capture) if changed else []
+        except _CacheError:
+            restore(first.log, first.outer)
+            return first.step, [*reads, *changed.values()]
+        except BaseException:
+            restore(first.log, first.outer)
+            raise
+        restore(first.log, first.outer)
+        _refuse_carried(first, capture)
+        if not once:
+            first.log.warn(changed)
+        self._left = left
+        return first.step, [*reads, *once]
+
+    def _once(
+        self, first: Attempt, changed: dict[str, Read], capture: Callable[[], Attempt]
+    ) -> list[Read]:
+        """Reads of flags by which the step goes another way the next time."""
+        try:
+            second = capture()
+        except Exception as error:  # it finds no tensors where it has put them
+            raise _CacheError from error
+        try:
+            again = second.changed().keys() & changed.keys()
+            if _is_same(first.step, second.step):
+                return []
+            if again:
+                _refuse_counter(second, capture, min(again))
+        finally:
+            restore(second.log, second.outer)
+        flags = [read for name, read in changed.items() if name not in again]
+        if not flags or _outputs(first.step) == _outputs(second.step):
+            return []
+        if first.log.has_constants({read.name for read in flags}):
+            raise _CacheError
+        return [OnceRead(read.name, read.value, read.now) for read in flags]
+
+
+def _is_changed(read: Read) -> bool:
+    """Whether something outside has changed that can be put back."""
+    now = read.now()
+    known = read.put is not None and is_simple(read.value) and is_simple(now)
+    return known and read.change() is not None
+
+
+def _put(read: Read, value: Any) -> None:
+    assert read.put is not None, "it can be put back"
+    read.put(value)
+
+
+def _is_same(one: StepGraph, other: StepGraph) -> bool:
+    return lines_of(one) == lines_of(other) and _outputs(one) == _outputs(other)
+
+
+def _refuse_counter(second: Attempt, capture: Callable[[], Attempt], name: str) -> None:
+    try:
+        third = capture()
+    except Exception:  # it computes with what it has left, in whatever way
+        third = None
+    if third is not None:
+        restore(third.log, third.outer)
+        if _is_same(second.step, third.step):
+            return
+    raise CaptureError(
+        f"The step function computes with {name}, and changes it{second.log.line(name)}. It is "
+        f"captured once per program, so that the number would stay. Count in a buffer "
+        f"(register_buffer with a tensor, then self.name += 1), by which it may compute and "
+        f"branch; or change it outside of the step function, or pass it as an argument."
+    )
+
+
+def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
+    """Captures with other tensors in the place of those that the step has left in containers.
+
+    Raises:
+        CaptureError: the step then is another one.
+    """
+    pairs = [*first.log.filled(), *((r, n) for r in first.outer if _is_container(n := r.now()))]
+    fillings = [(read, now, _filled(now)) for read, now in pairs]
+    for read, left, filled in fillings:
+        if filled is None or read.put is None:
+            continue
+        own = read.now()
+        content = copy.copy(own)
+        if own is left:
+            _refill(own, filled)
+        else:
+            read.put(filled)
+        try:
+            again = capture()
+            restore(again.log, again.outer)
+            is_same = _is_same(first.step, again.step)
+        except Exception:  # of what tensors these are
+            is_same = False
+        if own is left:
+            _refill(own, content)
+        else:
+            read.put(own)
+        if not is_same:
+            raise refusal(read.name, "")
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, CONTAINERS)
+
+
+def _filled(container: Any) -> Any:
+    """A container with other tensors in the place of those of a capture; None if it has none."""
+    count = 0
+
+    def other(leaf: Any) -> Any:
+        nonlocal count
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        count += 1
+        return torch.full(tuple(map(int, leaf.shape)), _FILLING).to(leaf.dtype)
+
+    found = pytree.tree_map(other, container)
+    return found if count else None
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(content)
+
+
+class _CacheError(Exception):
+    """Attributes hold tensors beside the flag, and captures leave none: it is to stay as it was."""
+
+
+def _outputs(step: StepGraph) -> list[Any]:
+    """What outputs are computed of, and by what; constants of one shape count as the same."""
+    digests: dict[fx.Node, tuple[bool, str]] = {}
+    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+
+    def digest(node: fx.Node) -> tuple[bool, str]:
+        value = node.meta.get("val")
+        form = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
+        role = roles.get(node)
+        if role is not None:
+            is_constant = role.kind is InputKind.CONSTANT
+            return is_constant, form if is_constant else f"{role.kind} {role.name} {role.index}"
+        inputs = [digests[other] for other in node.all_input_nodes]
+        if node.op != "output" and all(is_constant for is_constant, _ in inputs):
+            return True, form
+        leaves, _ = pytree.tree_flatten((node.args, node.kwargs))
+        texts = [digests[v][1] if isinstance(v, fx.Node) else repr(v) for v in leaves]
+        text = f"{node.target} {texts}"
+        return False, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    for node in step.graph.nodes:
+        digests[node] = digest(node)
+    nodes: Sequence[fx.Node] = step.output_nodes
+    return [(role, digests[node]) for node, role in zip(nodes, step.outputs, strict=True)]
