@@ -30,6 +30,7 @@ from mpxla.graph.normalize import (
     collapse_detaches,
     densify_gradients,
     drop_runtime_checks,
+    flatten_strided,
     free_layouts,
     give_indices_a_dim,
     refuse_collectives,
@@ -101,6 +102,7 @@ def functional_step(
     collapse_detaches(graph)
     densify_gradients(graph)
     give_indices_a_dim(graph)
+    flatten_strided(graph)
     split_complex_writes(graph)
     free_layouts(graph)
     expand_gradients(graph)

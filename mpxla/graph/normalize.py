@@ -17,6 +17,7 @@ __all__ = [
     "collapse_detaches",
     "densify_gradients",
     "drop_runtime_checks",
+    "flatten_strided",
     "free_layouts",
     "give_indices_a_dim",
     "has_writes",
@@ -43,6 +44,8 @@ _ALONG_ROWS = (
     *(_aten.index_select.default, _aten.index_add.default, _aten.index_copy.default),
     *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor),
 )
+_BY_STRIDES: dict[Any, int] = {_aten.as_strided.default: 1, _aten.as_strided_scatter.default: 2}
+"""How many tensors they take."""
 _PARTIAL_WRITES = (_aten.slice_scatter.default, _aten.select_scatter.default)
 
 
@@ -199,6 +202,62 @@ def give_indices_a_dim(graph: fx.Graph) -> None:
             index = graph.call_function(_aten.reshape.default, (index, [1]))
         index.meta = _origin(node)
         node.update_arg(2, index)
+
+
+def flatten_strided(graph: fx.Graph) -> None:
+    """`as_strided` reads and writes a flat tensor, in the order in which its argument lay.
+
+    Its strides are those of the capture, and a value that comes from another stage or program may
+    lie in memory in another order: the view would be of other elements, in silence.
+
+    Raises:
+        CaptureError: the argument has gaps, elements in one place, or not all that is read; names
+            the user's line.
+    """
+    for node in list(graph.nodes):
+        num_tensors = _BY_STRIDES.get(cast(Any, node.target))
+        if num_tensors is None:
+            continue
+        source, *others = cast(Any, node.args[:num_tensors])
+        size, stride, *offset = cast(Any, node.args[num_tensors:])
+        value = source.meta["val"]
+        order = _order_in_memory(value)
+        if offset and offset[0] is not None:
+            offset = [offset[0] - value.storage_offset()]
+        first = offset[0] or 0 if offset else 0
+        last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if order is None or not 0 <= first <= last < value.numel():
+            raise CaptureError(
+                f"{_place(node)} takes strides of a tensor that is a part of another one, or "
+                f"expanded: call contiguous() before it."
+            )
+        with graph.inserting_before(node):
+            moved = graph.call_function(_aten.permute.default, (source, order))
+            flat = graph.call_function(_aten.reshape.default, (moved, [-1]))
+        added = [moved, flat]
+        node.args = (flat, *others, size, stride, *offset)
+        if others:
+            shape = [value.shape[dim] for dim in order]
+            with graph.inserting_after(node):
+                laid = graph.call_function(_aten.reshape.default, (node, shape))
+            with graph.inserting_after(laid):
+                back = [order.index(dim) for dim in range(value.dim())]
+                whole = graph.call_function(_aten.permute.default, (laid, back))
+            node.replace_all_uses_with(whole, lambda user, laid=laid: user is not laid)
+            added += [laid, whole]
+        for one in added:
+            one.meta = _origin(node)
+
+
+def _order_in_memory(value: torch.Tensor) -> list[int] | None:
+    """Dims from the outermost to the innermost; None if a tensor has gaps or overlaps."""
+    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), value.shape[dim] == 1))
+    step = 1
+    for dim in reversed(order):
+        if value.shape[dim] != 1 and value.stride(dim) != step:
+            return None
+        step *= value.shape[dim]
+    return order
 
 
 def split_complex_writes(graph: fx.Graph) -> None:
