@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Strided(nn.Module):
-    """Layers around a view of a transposed tensor, [batch, 8, steps] that lies as [batch, steps, 8]."""
+    """Layers around a view of a transposed tensor: [batch, 8, 8], the last dim the outer one."""
 
     def __init__(self, kind):
         super().__init__()
