@@ -76,7 +76,8 @@ class Answers:
         self.asked: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.is_open = False
-        self._num_integers = 0
+        # By tensor, which is held so that no other one gets its id, and its writes.
+        self._integers: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
 
     def may_answer(self, tensor: torch.Tensor) -> bool:
         """Whether Python may ask for the truth of a tensor, or the integer that it holds."""
@@ -89,8 +90,10 @@ class Answers:
 
     def integer_of(self, tensor: torch.Tensor) -> int:
         """The answer; see `_answer`."""
-        self._num_integers += 1
-        if self._num_integers > MOST_INTEGERS:
+        key = id(tensor), tensor._version
+        if key in self._integers:
+            return self._integers[key][0]
+        if len(self._integers) == MOST_INTEGERS:
             raise CaptureError(
                 f"The step function asks for integers that depend on the model more than "
                 f"{MOST_INTEGERS} times, at last{at_user_line()}. Each value of each of them is a "
@@ -98,7 +101,9 @@ class Answers:
             )
         found = self._answer(tensor.detach().reshape(()).long())
         # By the first guess, 0, loops over numbers have a turn, so that what they run has a stage.
-        return int(not found) if isinstance(found, Guess) else found
+        found = int(not found) if isinstance(found, Guess) else found
+        self._integers[key] = found, tensor
+        return found
 
     def _answer(self, asked: torch.Tensor) -> int:
         """What Python gets.

@@ -30,8 +30,8 @@ from mpxla.graph.answers import Answers
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.number import NeedsValueError, NumberRead, is_number
-from mpxla.graph.user_code import at_user_line
+from mpxla.graph.number import NumberRead, is_number
+from mpxla.graph.user_code import at_user_line, needs_value
 
 __all__ = ["Constants", "masks_decided"]
 
@@ -126,10 +126,14 @@ class Constants:
         if not is_known:
             try:
                 result = func(*args, **kwargs)
-            except NeedsValueError:
-                if sum(map(is_number, leaves)) > _MOST_NUMBERS:
+            except Exception as error:
+                if not needs_value(error) or sum(map(is_number, leaves)) > _MOST_NUMBERS:
                     raise
-                args, kwargs = pytree.tree_map(self._as_integer, (args, kwargs))
+                given, structure = pytree.tree_flatten((args, kwargs))
+                numbers = list(map(self._as_integer, given))
+                if all(one is other for one, other in zip(numbers, given, strict=True)):
+                    raise
+                args, kwargs = pytree.tree_unflatten(numbers, structure)
                 result = func(*args, **kwargs)
             # Inputs may have values, for which the step is captured again, with these.
             if name in _OF_FINITE and self._tape is not None:
@@ -148,7 +152,9 @@ class Constants:
         return result
 
     def _as_integer(self, leaf: Any) -> Any:
-        """The answer in the place of an integer that was read, if there may be one."""
+        """The number in the place of a known tensor, or of what was read and may be asked for."""
+        if isinstance(leaf, torch.Tensor):
+            return self.shapes.as_number(leaf)
         is_integer = is_number(leaf) and not leaf.tensor.is_floating_point()
         may_answer = is_integer and self._answers.may_answer(leaf.tensor)
         return self._answers.integer_of(leaf.tensor) if may_answer else leaf

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.capture_occurrences import are_below, counted, distinct, distinct_in_turn
@@ -21,6 +22,7 @@ __all__ = ["DISTINCT", "FixedShapes"]
 
 _SIZES = frozenset("arange empty full ones zeros".split())
 """They take numbers, and a tensor of one element for a number."""
+_ALSO_NUMBERS = ("interpolate", "narrow")
 _PLACES = frozenset(("argwhere", "nonzero", "where"))
 DISTINCT = {"unique": distinct, "unique_consecutive": distinct_in_turn}
 _COUNTING = {
@@ -89,7 +91,17 @@ class FixedShapes:
         if name in _SIZES:
             args, kwargs = pytree.tree_map(self.as_number, (args, kwargs))
             args = tuple(NumberRead(v) if isinstance(v, FakeTensor) else v for v in args)
+        elif _takes_numbers(name) and args:
+            args, kwargs = (
+                (args[0], *pytree.tree_map(self._number_of, args[1:])),
+                {key: pytree.tree_map(self._number_of, value) for key, value in kwargs.items()},
+            )
         return func, args, kwargs
+
+    def _number_of(self, part: Any) -> Any:
+        """An integer tensor without axes as a number, whether it is known or not."""
+        part = self.as_number(part)
+        return NumberRead(part) if isinstance(part, FakeTensor) and _is_place(part) else part
 
     def _counting(self, name: str, args: Any, kwargs: Any) -> _Call | None:
         """A call in the place of one whose shape depends on which values there are; of constants
@@ -157,6 +169,22 @@ class FixedShapes:
         """The number that a known integer tensor without axes holds; all else as it is."""
         number = self._ask(torch.Tensor.item, part) if _is_place(part) else None
         return part if number is None else number
+
+
+@functools.cache
+def _takes_numbers(name: str) -> bool:
+    """Whether an operator takes no tensor but the first argument, as `view` and `topk` do.
+
+    PyTorch takes tensors of one element for its other numbers.
+    """
+    if name in _ALSO_NUMBERS:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    others = [a.type for s in overloads for a in s.arguments[1:] if not a.is_out]
+    return not any("Tensor" in str(kind) for kind in others)
 
 
 def _is_place(part: Any) -> bool:

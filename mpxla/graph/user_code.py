@@ -25,6 +25,7 @@ __all__ = [
     "explain",
     "is_called_by_user",
     "line_of",
+    "needs_value",
     "user_lines_recorded",
 ]
 
@@ -47,6 +48,11 @@ class ValueNeededError(CaptureError):
     """Python needs the value of a tensor; with the values of inputs there may be an answer."""
 
 
+def needs_value(error: Exception) -> bool:
+    """Whether something went wrong because a tensor has no value while a step is captured."""
+    return type(error).__name__ in _NEED_VALUES or any(text in str(error) for text in _OF_VALUES)
+
+
 def explain(error: Exception, is_final: bool = True) -> Exception:
     """One line of the user's code in place of a page of graph; own errors as they are.
 
@@ -56,7 +62,7 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
         return error
     where = _user_frame(traceback.extract_tb(error.__traceback__))
     place = f" at {where}" if where else ""
-    if type(error).__name__ in _NEED_VALUES or any(text in str(error) for text in _OF_VALUES):
+    if needs_value(error):
         return (UndecidedError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
             f"once as a graph, so `float()` and `.numpy()` are not possible inside it, unless the "

@@ -13,6 +13,8 @@ from mpxla.tests.graph.test_capture import run
 
 pytestmark = pytest.mark.unit
 
+functional = nn.functional
+
 OFFSET = torch.tensor([1, 0, 0])
 
 
@@ -46,7 +48,17 @@ def compare(x, ids):
     return x * 2 if torch.equal(ids, OFFSET) or torch.allclose(ids, 3 * OFFSET) else x
 
 
+def sizes(x, ids):
+    n = ids.max()
+    wide = functional.pad(x[:, None].expand(-1, n, -1), (0, n)).sum(1)  # [3, 4 + n]
+    wide = torch.cat([wide, x.new_zeros(3, n)], 1).repeat(1, n)
+    square = functional.interpolate(x.view(1, 3, 2, 2), size=(n, n))
+    square = square.view(3, n, -1).sum((1, 2))
+    return wide.sum(1) + square + x.topk(n, 1).values.sum(1) + x.narrow(1, 0, n).sum(1)
+
+
 CASES = [
+    (sizes, [1, 2, 1], [2, 2, 2], [3, 1, 1], r"\.expand\(-1, n, -1\).* changed from 2 to 3"),
     (compare, [1, 2, 3], [2, 1, 1], [1, 0, 0], r"torch\.equal\(ids.* changed from False to True"),
     (branch, [1, 2, 3], [2, 1, 1], [1, 0, 1], r"== 0\)\.any\(\) else x changed from False to True"),
     (count, [1, 2, 1], [2, 2, 2], [3, 1, 1], r"\[:, : int\(ids\.max.* changed from 2 to 3"),
