@@ -94,7 +94,10 @@ class Asking:
                 is_next = not waiting and call.wanted is None
                 if asking is not None and is_next and number + 1 < len(call.ways):
                     call.end = number + 1
-                    return self._problem_of_turns(asking, plan)
+                    problem = self._problem_of_turns(asking, plan)
+                    if problem is not None:
+                        return problem
+                    break
         if waiting:
             call.wanted = None
             plan, numbers = next(iter(waiting.items()))
