@@ -11,6 +11,7 @@ from mpxla.device.backend import Backend
 from mpxla.env import LaunchEnv
 from mpxla.errors import ConfigError
 from mpxla.log import root_logger_kept
+from mpxla.python_random import python_random_kept
 
 __all__ = ["BACKENDS", "name_of_backend", "open_backend"]
 
@@ -102,5 +103,6 @@ def _is_installed(package: str) -> bool:
 @functools.cache
 def _opened(name: str) -> Backend:
     _, module, kind = BACKENDS[name]
-    with root_logger_kept(), collection_paused():
+    # The import of jax draws random numbers, which a script that has seeded NumPy would miss.
+    with root_logger_kept(), collection_paused(), python_random_kept():
         return getattr(importlib.import_module(module), kind)()

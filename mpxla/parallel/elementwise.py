@@ -13,8 +13,9 @@ from torch import optim
 
 from mpxla.errors import ConfigError
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
-from mpxla.parallel.update_python import copied_attributes, python_random_kept, refuse_outside_state
+from mpxla.parallel.update_python import copied_attributes, refuse_outside_state
 from mpxla.parallel.update_trace import clone_optimizer
+from mpxla.python_random import python_random_kept
 
 __all__ = ["ELEMENTWISE", "check_elementwise", "is_elementwise", "mixes_parameters"]
 

@@ -4,13 +4,11 @@ A compiled update holds them as constants. So they are part of what a program is
 that changes them cannot be compiled, and one that reads what nobody can compare cannot either.
 """
 
-import contextlib
 import copy
 import dis
 import inspect
-import random
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,8 +23,6 @@ __all__ = [
     "describe",
     "described",
     "own_attributes",
-    "python_random_kept",
-    "random_python",
     "refuse_outside_state",
 ]
 
@@ -175,21 +171,3 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _instructions(constant)
-
-
-def random_python() -> Any:
-    """States of Python's and NumPy's generators, comparable."""
-    state: Any = np.random.get_state()  # of the old form, a tuple
-    kind, key, *rest = state
-    return random.getstate(), (kind, key.tobytes(), *rest)
-
-
-@contextlib.contextmanager
-def python_random_kept() -> Generator[None]:
-    """Whatever is drawn meanwhile, those generators are afterwards as they were."""
-    (python, (kind, key, *rest)) = random_python()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state((kind, np.frombuffer(key, dtype=np.uint32), *rest))

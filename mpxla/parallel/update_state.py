@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from mpxla.device.backend import Backend
-from mpxla.parallel.update_python import python_random_kept
 from mpxla.parallel.update_trace import clone_optimizer
+from mpxla.python_random import python_random_kept
 
 __all__ = [
     "counts_of",

@@ -30,10 +30,9 @@ from mpxla.parallel.update_python import (
     NotTraceableError,
     copied_attributes,
     describe,
-    python_random_kept,
-    random_python,
 )
 from mpxla.parallel.update_slots import Arrangement, constants_of
+from mpxla.python_random import python_random_kept, random_python
 
 __all__ = ["UpdateFunction", "clone_optimizer", "python_state", "without_tensors"]
 

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
@@ -144,3 +146,16 @@ def test_where_programs_are_kept(key, folder, monkeypatch, caplog):
     said = "compile_cache keeps no compiled programs of null" in caplog.text
     assert said == bool(key), "only who asked for it is told"
     assert read_environment({"XDG_CACHE_HOME": "/cache"}).cache_dir == "/cache"
+
+
+@pytest.mark.slow
+def test_a_seed_of_numpy_from_before_the_start_is_that_of_after_it():
+    script = (
+        "import numpy as np, torch; np.random.seed(3); import mpxla as smp; smp.init({}); "
+        "print(np.random.rand(), np.random.RandomState(3).rand())"
+    )
+    environment = os.environ | {"MPXLA_DEVICE": "pjrt"}
+    command = [sys.executable, "-c", script]
+    text = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    drawn, expected = text.stdout.split()[-2:]
+    assert drawn == expected
