@@ -41,6 +41,9 @@ from mpxla.graph.stepgraph import InputKind, StepGraph
 __all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
 
 _FILLING = 0.5
+_FOUND_AGAIN = ("problem_type",)
+"""Attributes that a function sets to what it would find again by the same inputs: losses of
+transformers do. To capture all their classifiers twice would tell nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Attempt:
     def changed(self) -> dict[str, Read]:
         """Plain values that it has read and changed, by name."""
         outer = [read for read in self.outer if _is_changed(read)]
-        return {read.name: read for read in (*self.log.changed(), *outer)}
+        found = {read.name: read for read in (*self.log.changed(), *outer)}
+        return {n: r for n, r in found.items() if n.rpartition(".")[2] not in _FOUND_AGAIN}
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +114,7 @@ class PythonState:
         left = first.log.left()
         left += [partial(_put, r, r.now()) for r in first.outer if _is_changed(r)]
         try:
-            once = self._once(first, changed, capture) if changed else []
+            once, counts = self._once(first, changed, capture) if changed else ([], set())
         except _CacheError:
             restore(first.log, first.outer)
             return first.step, [*reads, *changed.values()]
@@ -120,14 +124,14 @@ class PythonState:
         restore(first.log, first.outer)
         _refuse_carried(first, capture)
         if not once:
-            first.log.warn(changed)
+            first.log.warn(counts)
         self._left = left
         return first.step, [*reads, *once]
 
     def _once(
         self, first: Attempt, changed: dict[str, Read], capture: Callable[[], Attempt]
-    ) -> list[Read]:
-        """Reads of flags by which the step goes another way the next time."""
+    ) -> tuple[list[Read], set[str]]:
+        """Reads of flags by which the step goes another way the next time, and counts."""
         try:
             second = capture()
         except Exception as error:  # it finds no tensors where it has put them
@@ -135,17 +139,17 @@ class PythonState:
         try:
             again = second.changed().keys() & changed.keys()
             if _is_same(first.step, second.step):
-                return []
+                return [], again
             if again:
                 _refuse_counter(second, capture, min(again))
         finally:
             restore(second.log, second.outer)
         flags = [read for name, read in changed.items() if name not in again]
         if not flags or _outputs(first.step) == _outputs(second.step):
-            return []
+            return [], set(changed)
         if first.log.has_constants({read.name for read in flags}):
             raise _CacheError
-        return [OnceRead(read.name, read.value, read.now) for read in flags]
+        return [OnceRead(read.name, read.value, read.now) for read in flags], again
 
 
 def _is_changed(read: Read) -> bool:
