@@ -147,7 +147,8 @@ class AttributeLog:
             read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts)
             if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
                 found.append(read)
-        return kept([read for read in found if read.name not in self._changes()])
+        changes = self._changes()
+        return kept([read for read in found if read.name not in changes])
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""
@@ -165,7 +166,8 @@ class AttributeLog:
 
     def line(self, name: str) -> str:
         """Where something was changed first, if that is known."""
-        return self._changes()[name][1] if name in self._changes() else ""
+        _, line = self._changes().get(name, (None, ""))
+        return line
 
     def warn(self, names: Iterable[str]) -> None:
         """Tells the user that something does not change with every step."""
