@@ -183,9 +183,7 @@ def slow_but(kinds, *fast):
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "stages"), slow_but(STATEFUL, "data_dependent_start", "written_after")
-)
+@pytest.mark.parametrize(("kind", "stages"), slow_but(STATEFUL, "written_after"))
 def test_what_earlier_microbatches_write_decides(kind, stages):
     lines = compare(kind, stages)[0]
     (warning,) = [line for line in lines if "one after the other where they do" in line]
@@ -195,7 +193,7 @@ def test_what_earlier_microbatches_write_decides(kind, stages):
         assert re.search(rf"depends on {names}, which microbatches write to", warning)
 
 
-@pytest.mark.parametrize(("kind", "stages"), slow_but(INTEGER, "expert_by_item", "arguments"))
+@pytest.mark.parametrize(("kind", "stages"), slow_but(INTEGER, "expert_by_item"))
 def test_integers_decide(kind, stages):
     compare(kind, stages)
 
