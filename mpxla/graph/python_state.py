@@ -124,7 +124,7 @@ class PythonState:
         restore(first.log, first.outer)
         _refuse_carried(first, capture)
         if not once:
-            first.log.warn(counts)
+            first.log.warn(name for name in changed if name in counts)
         self._left = left
         return first.step, [*reads, *once]
 
