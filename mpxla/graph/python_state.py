@@ -116,12 +116,9 @@ class PythonState:
         try:
             once, counts = self._once(first, changed, capture) if changed else ([], set())
         except _CacheError:
-            restore(first.log, first.outer)
             return first.step, [*reads, *changed.values()]
-        except BaseException:
+        finally:
             restore(first.log, first.outer)
-            raise
-        restore(first.log, first.outer)
         _refuse_carried(first, capture)
         if not once:
             first.log.warn(name for name in changed if name in counts)

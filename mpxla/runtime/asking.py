@@ -80,9 +80,10 @@ class Asking:
         """
         waiting: dict[Plan, list[int]] = {}
         call.question = call.wanted = call.end = None
-        questions = [plan for plan in self._plans.like(call.signature, view) if plan.is_question]
+        plans = self._plans.like(call.signature, view)
+        questions = [plan for plan in plans if plan.is_question]
         for number in range(call.done, len(call.ways)):
-            plan = call.ways[number] or self._find(call, number, view)
+            plan = call.ways[number] or self._find(call, number, plans)
             if plan is None:
                 call.wanted = number if call.wanted is None else call.wanted
             elif plan.is_question:
@@ -139,13 +140,13 @@ class Asking:
         )
         return None
 
-    def _find(self, call: Call, number: int, view: ModelView) -> Plan | None:
+    def _find(self, call: Call, number: int, plans: Iterable[Plan]) -> Plan | None:
         """The plan for a microbatch, as far as there are answers for it.
 
         Of questions that which was used last: microbatches tend to go the same ways.
         """
         answers, question = call.answers[number], None
-        for plan in self._plans.like(call.signature, view):
+        for plan in plans:
             told = plan.signature.answers or ()
             if told[: len(answers)] != answers or not (plan.is_question or told == answers):
                 continue

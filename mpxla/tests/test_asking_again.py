@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.tests.clients import close, host, logged
+from mpxla.tests.clients import close, host, logged, train_step
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -140,12 +140,6 @@ def train_plainly(kind, num_steps):
             losses.append(loss.item())
         optimizer.step()
     return torch.tensor(losses), host(model.state_dict().items())
-
-
-def train_step(model, x, y):
-    loss = functional.cross_entropy(model(x), y)
-    model.backward(loss)
-    return loss
 
 
 def train(keys, kind, num_steps):

@@ -9,7 +9,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import CaptureError
-from mpxla.tests.clients import close, host, logged
+from mpxla.tests.clients import close, host, logged, train_step
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -145,12 +145,6 @@ def train_plainly(kind, microbatches):
         losses.append(sum(model(x).sum().item() for x in batch(number)[0].chunk(microbatches)))
         model.train()
     return torch.tensor(losses), host(model.state_dict().items())
-
-
-def train_step(model, x, y):
-    loss = functional.cross_entropy(model(x), y)
-    model.backward(loss)
-    return loss
 
 
 def train(keys, kind, num_steps=NUM_STEPS):
