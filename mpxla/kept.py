@@ -177,11 +177,14 @@ def kind_of_processor() -> str:
 def _stamp() -> bytes:
     """Of the code: another version, or a changed file, and nothing is found."""
     root = Path(mpxla.__file__).parent
-    tests = root / "tests"
     found = hashlib.sha256(f"{mpxla.__version__} {version('torch')}".encode())
-    for path in sorted(path for path in root.rglob("*.py") if tests not in path.parents):
-        found.update(path.relative_to(root).as_posix().encode())
-        found.update(path.read_bytes())
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in ("tests", "__pycache__"))
+        for name in sorted(name for name in files if name.endswith(".py")):
+            path = os.path.join(folder, name)
+            found.update(os.path.relpath(path, root).encode())
+            with open(path, "rb") as file:
+                found.update(file.read())
     return found.digest()
 
 

@@ -154,6 +154,8 @@ class Contents:
                     f"one would change both. Copy the values: tensor.data.copy_(other.data)."
                 )
         written = [tensor for tensor in held.values() if tensor in self._data]
+        if not written:  # export splits and joins the graph of every step that has a region
+            return []
         with torch.no_grad():
             # Copies first: they may have exchanged their memory.
             values = [self._data[tensor].clone() for tensor in written]

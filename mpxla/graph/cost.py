@@ -1,10 +1,11 @@
 """What each node of a step costs, and the step graph in the partitioner's words.
 
-Operations are counted by torch's own flop formulas, which run operators on fake tensors; time is
-the larger of arithmetic and memory traffic on a `MachineModel`. An operator with several results
-and the nodes that pick them are one unit of placement.
+Operations are counted by torch's own flop formulas, for what an operator consists of if there is
+none for it; time is the larger of arithmetic and memory traffic on a `MachineModel`. An operator
+with several results and the nodes that pick them are one unit of placement.
 """
 
+import math
 import operator
 import weakref
 from collections.abc import Collection, Mapping
@@ -291,29 +292,68 @@ _counted = weakref.WeakKeyDictionary()  # by name: a node would keep its graph
 
 
 def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
-    """The same, by torch's formulas: equal nodes once, and only those that a formula may know."""
+    """The same: equal nodes once, and only those that a formula may know."""
     counts: dict[Any, int] = {}
     found: dict[fx.Node, int] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), static_shapes():
-        for node in step.graph.nodes:
-            if node.op != "call_function" or not _may_count(node.target):
-                continue
-            key = key_of_call(node)
-            if key not in counts:
-                given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-                args, kwargs = pytree.tree_map_only(torch.Tensor, _stand_in, given)
-                with FlopCounterMode(display=False) as counter:
-                    cast(Any, node.target)(*args, **kwargs)
-                counts[key] = counter.get_total_flops()
-            if counts[key]:
-                found[node] = counts[key]
+    for node in step.graph.nodes:
+        if node.op != "call_function" or not _may_count(node.target):
+            continue
+        key = key_of_call(node)
+        if key not in counts:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            packet = getattr(node.target, "overloadpacket", None)
+            formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+            if formula is None:
+                counts[key] = _flops_of_parts(node.target, args, kwargs)
+            else:
+                counts[key] = formula(*args, **kwargs, out_val=node.meta["val"])
+        if counts[key]:
+            found[node] = counts[key]
     return found
+
+
+def _linear_flops(rows: torch.Tensor, weight: torch.Tensor, *_: Any, out_val: torch.Tensor) -> int:
+    return 2 * rows.numel() * weight.shape[0]
+
+
+def _attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, out_val: Any, **__: Any
+) -> int:
+    """Scores and values that they weigh; scores that a mask takes away are computed as well."""
+    scores = math.prod(query.shape[:-1]) * key.shape[-2]
+    return 2 * scores * (query.shape[-1] + value.shape[-1])
+
+
+_FORMULAS: dict[Any, Any] = {
+    torch.ops.aten.linear: _linear_flops,
+    # Its parts depend on the device, and torch has no formula for those of the CPU (2.9).
+    torch.ops.aten.scaled_dot_product_attention: _attention_flops,
+}
+_WITHOUT_PRODUCTS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("reshape", "flatten", "contiguous", "to", "chunk", "split", "dropout", "embedding"),
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "cross_entropy_loss"),
+    )
+}
+"""Frequent ones that need not be taken apart to see that no formula knows a part."""
+
+
+def _flops_of_parts(target: object, args: Any, kwargs: Any) -> int:
+    """Operations of an operator that torch takes apart before it looks for formulas."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), static_shapes():
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _stand_in, (args, kwargs))
+        with FlopCounterMode(display=False) as counter:
+            cast(Any, target)(*args, **kwargs)
+    return counter.get_total_flops()
 
 
 def _may_count(target: object) -> bool:
     """Whether torch has a formula for an operator, or takes it apart before it looks for one."""
     if not isinstance(target, OpOverload):
         return target is not operator.getitem
+    if target.overloadpacket in _WITHOUT_PRODUCTS:
+        return False
     key = DispatchKey.CompositeImplicitAutograd
     is_composite = key in target.py_kernels or target.has_kernel_for_dispatch_key(key)
     return is_composite or target.overloadpacket in flop_registry

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["UnknownValueError", "described", "fingerprint", "layouts", "torch_settings"]
 
-_PLAIN = (bool, int, str, bytes, complex, type(None), type(...))
+_PLAIN = frozenset({bool, int, str, bytes, complex, type(None), type(...)})
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _OPERATORS = ("aten", "prims", "prim", "higher_order", "mpxla")
 """Of torch's operators, the namespaces that users do not add to."""
@@ -90,16 +90,16 @@ def described(value: Any, numbers: dict[Any, int] | None = None) -> str:
         UnknownValueError: it has no text.
     """
     numbers = {} if numbers is None else numbers
-    if isinstance(value, enum.Enum):
-        return f"{_name(type(value))}.{value.name}"
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN:  # what most values are comes first
         return repr(value)
-    if type(value) is float:
-        return value.hex()
-    if isinstance(value, _TORCHS):
-        return str(value)
     if isinstance(value, fx.Node) and value in numbers:
         return f"%{numbers[value]}"
+    if type(value) is float:
+        return value.hex()
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if isinstance(value, _TORCHS):
+        return str(value)
     if isinstance(value, (tuple, list, set, frozenset)):
         items = [described(item, numbers) for item in value]
         ordered = sorted(items) if isinstance(value, (set, frozenset)) else items

@@ -189,7 +189,10 @@ def annotate(
 
 
 def _holds_tensors(node: fx.Node) -> bool:
-    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta["val"]))
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) or any(
+        isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)
+    )
 
 
 def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module | None) -> Any:

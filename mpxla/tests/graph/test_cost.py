@@ -54,6 +54,33 @@ def test_product_costs_its_operations_again_for_every_derivative():
         assert sum(problem.flops) == sum(forward.values())
 
 
+class Attention(nn.Module):
+    """Four query heads, and fewer of keys and values."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(6, 12, bias=False)
+
+    def forward(self, rows):
+        query = self.query(rows).view(1, 4, 4, 3).transpose(1, 2)
+        keys = torch.ones(1, self.heads, 5, 3) * rows.sum()
+        values = torch.ones(1, self.heads, 5, 2) * rows.sum()
+        is_grouped = self.heads != 4
+        return nn.functional.scaled_dot_product_attention(
+            query, keys, values, enable_gqa=is_grouped
+        )
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_costs_its_two_products(heads):
+    problem = problem_of(Attention(heads))
+    attention = node_of(problem, "attention")
+    count = 4 * 4 * 5 * 2 * (3 + 2)
+    assert problem.flops[problem.nodes.index(attention)] == count
+    assert attention.cost.compute_s == pytest.approx((1 + 2.5) * count)
+
+
 def test_measured_times_take_the_place_of_estimates():
     captured = captured_step(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), True)
     times = {"linear": 7.0, "tanh": 0.5, "no_such_node": 9.0}
