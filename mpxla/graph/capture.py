@@ -60,7 +60,7 @@ from mpxla.graph.functional_step import (
 from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_hooks_captured
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
-from mpxla.graph.number import is_number
+from mpxla.graph.number import is_number, numbers_in_math
 from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.questions import as_question
 from mpxla.graph.shapes import static_shapes
@@ -257,8 +257,10 @@ class _StepModule(nn.Module):
         known: Known | None,
         counts: Counts,
         answers: tuple[int, ...] | None = None,
+        left: Mapping[str, Any] | None = None,
     ):
         super().__init__()
+        self._left = lambda: left or {}  # no dictionary: export compares what modules hold
         self.model = model
         self._counts = counts
         self._function = function
@@ -303,6 +305,7 @@ class _StepModule(nn.Module):
                 module_hooks_captured(),
                 optimizers_refused(),
                 transforms_captured(),
+                numbers_in_math(),
                 assigned_buffers_written(self.model),
                 parameter_attributes_written(
                     self.model, self.attributes, semantics.writes.is_copy
@@ -314,6 +317,8 @@ class _StepModule(nn.Module):
                     returned = self._function(leaves)
                 answers.check()
                 semantics.selected.check()
+                if tape is not None:
+                    semantics.constants.leave(self._left(), tape)
                 for line, passed in semantics.constants.finite().items():
                     recorder.check(Check.FINITE, line, passed)
                 for line, passed in semantics.constants.shapes.counted:
@@ -395,6 +400,7 @@ def capture_step(
     known: Known | None = None,
     kept: Kept | None = None,
     answers: tuple[int, ...] | None = None,
+    left: Mapping[str, Any] | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -413,6 +419,8 @@ def capture_step(
         kept: holds the graphs of earlier starts, by what was traced.
         answers: to what Python asks of values that depend on the model, in order; it may ask more,
             and the graph then is a question. None if it may not ask.
+        left: has what the function leaves in numbers that it changes, when it has run; for a
+            capture with `known` values.
 
     Raises:
         NewAttributesError: the function gives parameters attributes, which they are to have.
@@ -421,7 +429,7 @@ def capture_step(
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
             returns something that cannot be returned.
     """
-    given = function, model, leaves, canonical_names, known, kept or Kept(), answers
+    given = function, model, leaves, canonical_names, known, kept or Kept(), answers, left
     step = _captured(*given)
     if step.is_question:
         return as_question(step)
@@ -463,12 +471,13 @@ def _captured(
     known: Known | None,
     kept: Kept,
     answers: tuple[int, ...] | None = None,
+    left: Mapping[str, Any] | None = None,
     none_at: str | None = None,
 ) -> StepGraph:
     """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     counts = Counts(none_at)
-    wrapper = _StepModule(model, function, known, counts, answers)
+    wrapper = _StepModule(model, function, known, counts, answers, left)
     trainable = _trainable(model, canonical_names)
     wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
     with (

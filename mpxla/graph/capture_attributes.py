@@ -12,7 +12,7 @@ import types
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,7 @@ class AttributeLog:
         inherited: reads of attributes of classes.
         before: values at the first write.
         containers: lists and dictionaries that were read, which the step may fill.
+        counted: names of attributes that are inputs of the step (`counted.py`).
     """
 
     names: dict[int, tuple[str, dict[str, Any]]]
@@ -100,13 +101,14 @@ class AttributeLog:
     inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
     before: dict[tuple[int, str], Any] = field(default_factory=dict)
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
+    counted: Set[str] = frozenset()
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
         place = id(owner), key
         if place in self.first or place in self.written or id(owner) not in self.names:
             return
-        if key not in _OF_TORCH:
+        if key not in _OF_TORCH and not self._is_counted(place):
             self.first[place] = plain(value, self.texts)
             if isinstance(value, CONTAINERS):
                 self.containers[place] = value
@@ -114,7 +116,7 @@ class AttributeLog:
     def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
         """Notes a read of an attribute that an object has from its class, until it gets its own."""
         place = id(owner), key
-        if place in self.inherited or id(owner) not in self.names:
+        if place in self.inherited or id(owner) not in self.names or self._is_counted(place):
             return
         if isinstance(value, FUNCTIONS) or getattr(kind, key, _MISSING) is not value:
             return  # a method, or what a property has computed
@@ -122,13 +124,13 @@ class AttributeLog:
         def now() -> Any:
             return owner[key] if key in owner else getattr(kind, key, _MISSING)
 
-        name = f"{self.names[id(owner)][0]}.{key}"
+        name = self._name(place)
         self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
 
     def note_write(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a write, with the line."""
         place = id(owner), key
-        if id(owner) in self.names:
+        if id(owner) in self.names and not self._is_counted(place):
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
             self.before.setdefault(place, owner.get(key, _MISSING))
@@ -137,14 +139,14 @@ class AttributeLog:
         """What the captured step depends on: what was read, and not changed by the step."""
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
         for place, value in self.first.items():
-            owner_name, owner = self.names[place[0]]
-            name = f"{owner_name}.{place[1]}"
+            _, owner = self.names[place[0]]
+            name, put = self._name(place), partial(owner.__setitem__, place[1])
             line, last = self.written.get(place, ("", _MISSING))
             if last is _COMPUTED:
                 raise refusal(name, line)
             if not _is_known(name, value):
                 continue
-            read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts)
+            read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts, put)
             if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
                 found.append(read)
         changes = self._changes()
@@ -174,6 +176,15 @@ class AttributeLog:
         for name in names:
             _warn(name, self.line(name))
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether the step has put tensors into attributes or containers."""
+        written = [value for _, value in self.written.values()]
+        leaves = pytree.tree_leaves([*self.containers.values()])
+        return any(value is _CONSTANT or value is _COMPUTED for value in written) or any(
+            isinstance(leaf, torch.Tensor) for leaf in leaves
+        )
+
     def has_constants(self, names: Set[str]) -> bool:
         """Whether constant tensors were put beside something that was changed."""
         owners = {
@@ -198,16 +209,22 @@ class AttributeLog:
             else:
                 owner[key] = value
 
+    def _name(self, place: tuple[int, str]) -> str:
+        return f"{self.names[place[0]][0]}.{place[1]}"
+
+    def _is_counted(self, place: tuple[int, str]) -> bool:
+        return bool(self.counted) and self._name(place) in self.counted
+
     def _changes(self) -> dict[str, tuple[Read, str]]:
         found: dict[str, tuple[Read, str]] = {}
         for place, (line, last) in self.written.items():
-            owner_name, owner = self.names[place[0]]
-            name = f"{owner_name}.{place[1]}"
+            _, owner = self.names[place[0]]
+            name, put = self._name(place), partial(owner.__setitem__, place[1])
             if place in self.first:
                 now = partial(owner.get, place[1], _MISSING)
-                read = Read(name, self.first[place], now, self.texts)
+                read = Read(name, self.first[place], now, self.texts, put)
             elif place in self.inherited:
-                read = self.inherited[place]
+                read = replace(self.inherited[place], put=put)
             else:
                 continue
             if last is _CONSTANT or last is _COMPUTED or not _is_known(name, read.value):
@@ -243,7 +260,10 @@ def _warn(name: str, line: str) -> None:
 
 @contextlib.contextmanager
 def attributes_noted(
-    model: nn.Module, objects: Sequence[tuple[str, Any]] = (), texts: Set[str] = frozenset()
+    model: nn.Module,
+    objects: Sequence[tuple[str, Any]] = (),
+    texts: Set[str] = frozenset(),
+    counted: Set[str] = frozenset(),
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
@@ -251,9 +271,11 @@ def attributes_noted(
         model: whose modules count.
         objects: other objects that count, with their names.
         texts: in the code of the step function.
+        counted: names of attributes that do not count, since they are inputs.
     """
     found = dict(_objects([("model", model), *objects]))
-    log = AttributeLog({key: (name, vars(value)) for key, (name, value) in found.items()}, texts)
+    tables = {key: (name, vars(value)) for key, (name, value) in found.items()}
+    log = AttributeLog(tables, texts, counted=counted)
     kinds = {type(value) for _, value in found.values() if not isinstance(value, nn.Module)}
     with contextlib.ExitStack() as stack:
         for kind in (nn.Module, *kinds):

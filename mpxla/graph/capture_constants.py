@@ -11,7 +11,7 @@ This module must not know what the captured graph is used for.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpxla.errors import CaptureError
 from mpxla.graph.answers import Answers
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import Tape
@@ -189,6 +190,23 @@ class Constants:
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's value is the same in every call of the step."""
         return self.has_value(tensor) and not self._tests_of(tensor)
+
+    def leave(self, left: Mapping[str, Any], tape: Tape) -> None:
+        """Writes down what a step leaves in numbers that it changes, by name.
+
+        Raises:
+            CaptureError: one follows from what the model computes.
+        """
+        for name, value in left.items():
+            if not is_number(value):
+                tape.leave(name, value)
+            elif self.has_value(value.tensor):
+                tape.leave(name, self._value_of(value.tensor))
+            else:
+                raise CaptureError(
+                    f"The step function gives {name} a number that the model has computed. Make "
+                    f"it a buffer: register_buffer with a tensor, then self.name.copy_(value)."
+                )
 
     def finite(self) -> dict[str, torch.Tensor]:
         """Whether values were finite where Python has read that, by the user's line."""

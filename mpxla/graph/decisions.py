@@ -3,13 +3,14 @@
 `if mask.any():` on an input has one answer for each batch, and a captured step has one side of the
 branch. So the calls of torch that lead from inputs to what Python reads are written down on a tape.
 Before a later call runs the captured step, the tape is run on its inputs, on the host: where Python
-would read something else, another step is captured.
+would read something else, another step is captured. So is what the step leaves in numbers that it
+changes (`counted.py`).
 
 This module must not know how a step is captured or run.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,11 +73,13 @@ class Decisions:
         calls: the calls that lead there, and the reads among them, in order.
         leaves: slot -> position among the tensor leaves of the step's inputs.
         constants: slot -> a tensor that no call makes.
+        left: name of a place -> what the step leaves there, with a slot for what is computed.
     """
 
     calls: tuple[_Call, ...]
     leaves: dict[int, int]
     constants: dict[int, torch.Tensor]
+    left: dict[str, Any] = field(default_factory=dict)
 
     def change(self, inputs: Sequence[torch.Tensor]) -> str | None:
         """What Python would read otherwise with these inputs, in words; None if nothing.
@@ -84,6 +87,10 @@ class Decisions:
         Args:
             inputs: tensor leaves of one microbatch, on the host.
         """
+        return self.follow(inputs)[0]
+
+    def follow(self, inputs: Sequence[torch.Tensor]) -> tuple[str | None, dict[str, Any]]:
+        """The same, and what the step leaves in places, by name, if Python reads the same."""
         tensors = {slot: inputs[leaf].detach().clone() for slot, leaf in self.leaves.items()}
         tensors |= {slot: value.clone() for slot, value in self.constants.items()}
         with torch.no_grad(), DisableTorchFunction():
@@ -91,8 +98,12 @@ class Decisions:
                 answer = call.again(tensors)
                 if call.where is not None and not _same(answer, call.answer):
                     values = f" changed from {_short(call.answer)} to {_short(answer)}"
-                    return f"what is read of the inputs{call.where}{values}"
-        return None
+                    return f"what is read of the inputs{call.where}{values}", {}
+        left = {
+            name: tensors[value.number].item() if isinstance(value, _Slot) else value
+            for name, value in self.left.items()
+        }
+        return None, left
 
 
 class Tape:
@@ -104,6 +115,7 @@ class Tape:
         self._calls: list[_Call] = []
         self._leaves: dict[int, int] = {}
         self._constants: dict[int, torch.Tensor] = {}
+        self._left: dict[str, Any] = {}
 
     def begin_input(self, value: torch.Tensor, leaf: int) -> None:
         """Tells that calls will use this value of one of the step's tensor leaves."""
@@ -138,6 +150,10 @@ class Tape:
         answer = None if where is None else result
         self._calls.append(_Call(run, args, kwargs, tuple(slots), reads, writes, where, answer))
 
+    def leave(self, name: str, value: Any) -> None:
+        """Tells what the step leaves in a place: a tensor that is known, or plain data."""
+        self._left[name] = self._slotted(value)
+
     def _slotted(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -147,21 +163,22 @@ class Tape:
         return _Slot(self._slots[id(value)])
 
     def decisions(self) -> Decisions | None:
-        """What depends on the inputs of the step; None if Python has read none of it."""
-        calls = self._leading_to_reads()
-        if not calls:
+        """What depends on the inputs of the step; None if Python has read and left none of it."""
+        left = [self._tensors[v.number] for v in self._left.values() if isinstance(v, _Slot)]
+        calls = self._leading_to(left)
+        if not calls and not self._left:
             return None
-        needed = frozenset().union(*(call.reads for call in calls))
+        needed = _storages(left).union(*(call.reads for call in calls))
 
         def is_needed(slot: int) -> bool:
             return not needed.isdisjoint(_storages([self._tensors[slot]]))
 
         leaves = {slot: leaf for slot, leaf in self._leaves.items() if is_needed(slot)}
         constants = {slot: value for slot, value in self._constants.items() if is_needed(slot)}
-        return Decisions(tuple(calls), leaves, constants)
+        return Decisions(tuple(calls), leaves, constants, self._left)
 
-    def _leading_to_reads(self) -> list[_Call]:
-        """The reads that depend on inputs, and the calls that they follow from."""
+    def _leading_to(self, left: Sequence[torch.Tensor]) -> list[_Call]:
+        """The reads that depend on inputs, and the calls that they and `left` follow from."""
         depends = set(_storages([self._tensors[slot] for slot in self._leaves]))
         reads: set[int] = set()
         for place, call in enumerate(self._calls):
@@ -169,7 +186,7 @@ class Tape:
                 depends |= call.writes
                 if call.where is not None:
                     reads.add(place)
-        needed: set[int] = set()
+        needed = set(_storages(left))
         chosen: list[_Call] = []
         for place in range(len(self._calls) - 1, -1, -1):
             call = self._calls[place]

@@ -7,14 +7,18 @@ captured again with the value, if it is known: that of an input.
 This module must not know how a step is captured or run.
 """
 
+import contextlib
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["NO_VALUE", "NeedsValueError", "Number", "NumberRead", "is_number"]
+from mpxla.graph.exchanged import exchanged
+
+__all__ = ["NO_VALUE", "NeedsValueError", "Number", "NumberRead", "is_number", "numbers_in_math"]
 
 _KINDS = {torch.float64: float, torch.int64: int, torch.bool: bool}
 
@@ -128,6 +132,35 @@ NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) pr
 """What the user's texts say in the place of values."""
 
 
+@contextlib.contextmanager
+def numbers_in_math() -> Generator[None]:
+    """Lets functions of `math` compute with numbers that were read, as tensors of 64 bits."""
+
+    def of_numbers(name: str) -> Callable[..., Any]:
+        own: Callable[..., Any] = getattr(math, name)
+
+        def function(number: Any, *others: Any) -> Any:
+            if others or not issubclass(type(number), NumberRead):
+                return own(number, *others)
+            found = getattr(torch, _OF_MATH[name])(_computed(number).double())
+            return NumberRead(found.long() if name in _TO_INTEGERS else found)
+
+        return function
+
+    with exchanged(math, **{name: of_numbers(name) for name in _OF_MATH}):
+        yield
+
+
+_TO_INTEGERS = ("ceil", "floor", "trunc")
+_OF_MATH = {
+    **{name: name for name in ("exp", "expm1", "log", "log10", "log1p", "log2", "sqrt")},
+    **{name: name for name in ("cos", "sin", "tan", "atan", "cosh", "sinh", "tanh")},
+    **{name: name for name in _TO_INTEGERS},
+    "fabs": "abs",
+}
+"""Functions of `math`, and torch's."""
+
+
 def is_number(value: Any) -> bool:
     """Whether it stands for a Python number; it looks like one to `isinstance`."""
     return issubclass(type(value), Number)
@@ -226,6 +259,8 @@ def _needs_value(name: str) -> Callable[..., Any]:
 
 def _of_value(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
     def method(self: NumberRead) -> Any:
+        if name == "int" and self.tensor.is_floating_point():
+            self = NumberRead(self.tensor.long())  # what decides is the integer
         return function(self.value(f"__{name}__", name in _OF_INTEGER))
 
     return method

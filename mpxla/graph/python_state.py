@@ -1,21 +1,25 @@
 """What a step function leaves in plain attributes that it reads: flags, counters, caches.
 
-A capture runs the function once, and a program does not run Python. So the function is captured
-again with what the first capture has left, to see whether that matters:
+A capture runs the function once, and a program does not run Python. Numbers become inputs of the
+step, in a second capture (`counted.py`). For the others, the function is captured again with what
+the first capture has left, to see whether that matters:
 
-    the same graph       a count for the log; it does not count on, of which a warning tells
+    the same graph       a text for the log; it stays what it is, of which a warning tells
     another one, once    a flag (`if not self.initialized:`): the first program serves one
                          microbatch, those after it have the second
-    another one again    a number that the function computes with: an error
+    another one again    the function computes with it: an error
     a missing tensor     a cache of tables, which captures do not keep: its attributes stay what
                          they were, and programs fill it
+
+Where the function also branches on values of the model, numbers are treated as the others are.
 
 This module must not know how steps are run.
 """
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,8 +39,10 @@ from mpxla.graph.capture_attributes import (
     kept,
     refusal,
 )
+from mpxla.graph.counted import Count, Counting, CountRead, as_count
 from mpxla.graph.plain import Change
 from mpxla.graph.stepgraph import InputKind, StepGraph
+from mpxla.graph.user_code import UndecidedError, ValueNeededError
 
 __all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
 
@@ -54,7 +60,7 @@ class Attempt:
         step: the graph.
         own_reads: what it depends on of attributes, as far as it has not changed it.
         log: what it did with attributes.
-        outer: what it names of globals and closures.
+        outer: what it names of globals and closures, but for those that are inputs.
     """
 
     step: StepGraph
@@ -67,6 +73,20 @@ class Attempt:
         outer = [read for read in self.outer if _is_changed(read)]
         found = {read.name: read for read in (*self.log.changed(), *outer)}
         return {n: r for n, r in found.items() if n.rpartition(".")[2] not in _FOUND_AGAIN}
+
+    def numbers(self, names: Collection[str]) -> dict[str, Read]:
+        """Numbers that it has read, and changed, or that are among some names: inputs to be.
+
+        Those of one name cannot be told apart.
+        """
+        counts = Counter(read.name for read in self.outer)
+        found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
+        return {
+            name: read
+            for name, read in (found | self.changed()).items()
+            if as_count(name, read.value) and read.put is not None and counts[name] <= 1
+            if not self.log.has_constants({name})  # it is of a cache
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,30 +107,70 @@ def restore(log: AttributeLog, outer: Iterable[Read]) -> None:
 
 
 class PythonState:
-    """Judges captures."""
+    """Judges captures of one call.
 
-    def __init__(self) -> None:
+    Args:
+        outside: names of numbers that have changed outside of steps, which are inputs, too.
+    """
+
+    def __init__(self, outside: Collection[str] = ()) -> None:
+        self._outside = outside
         self._left: list[Callable[[], None]] = []
+        self._numbers: dict[str, Read] = {}
+        self._may_count = True
+
+    def stop_counting(self) -> None:
+        """From here on no numbers are inputs."""
+        self._numbers, self._may_count = {}, False
+
+    @property
+    def counts(self) -> tuple[Count, ...]:
+        """The numbers that are inputs."""
+        return Counting(self._numbers).counts
 
     def take(self) -> None:
         """Leaves in attributes what the last capture does, which is to be used."""
         for put in self._left:
             put()
 
-    def judged(self, capture: Callable[[], Attempt]) -> tuple[StepGraph, list[Read]]:
+    def judged(self, capture: Callable[[Counting], Attempt]) -> tuple[StepGraph, list[Read]]:
         """The step and what it reads; attributes are then what they were before.
 
         Args:
-            capture: captures the step with attributes as they are.
+            capture: captures the step with attributes as they are, and some numbers as inputs.
 
         Raises:
-            CaptureError: the step computes with a number that it changes, or reads tensors that it
+            ValueNeededError: numbers are inputs, and the capture has no values of inputs.
+            CaptureError: the step computes with a value that it changes, or reads tensors that it
                 has left in a list or a dictionary.
         """
+        while self._may_count:
+            try:
+                first = capture(Counting(self._numbers))
+            except (ValueNeededError, UndecidedError):
+                raise
+            except Exception:
+                if not self._numbers:
+                    raise
+                self.stop_counting()
+                continue
+            more = first.numbers(self._outside)
+            if not more:
+                return self._judged(first, lambda: capture(Counting(self._numbers)))
+            is_cache = first.log.has_tensors and not _goes_on(lambda: capture(Counting()))
+            restore(first.log, first.outer)
+            if is_cache:
+                self.stop_counting()
+            else:
+                self._numbers |= more
+        return self._judged(capture(Counting()), lambda: capture(Counting()))
+
+    def _judged(
+        self, first: Attempt, capture: Callable[[], Attempt]
+    ) -> tuple[StepGraph, list[Read]]:
         self._left = []
-        first = capture()
         changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
-        reads = [*kept(outer), *first.own_reads]
+        reads = [*kept(outer), *first.own_reads, *map(CountRead.of, self._numbers.values())]
         left = first.log.left()
         left += [partial(_put, r, r.now()) for r in first.outer if _is_changed(r)]
         try:
@@ -154,6 +214,16 @@ def _is_changed(read: Read) -> bool:
     now = read.now()
     known = read.put is not None and is_simple(read.value) and is_simple(now)
     return known and read.change() is not None
+
+
+def _goes_on(capture: Callable[[], Attempt]) -> bool:
+    """Whether a step can go on with what it has left, though its tensors are not there."""
+    try:
+        again = capture()
+    except Exception:  # of what is missing
+        return False
+    restore(again.log, again.outer)
+    return True
 
 
 def _put(read: Read, value: Any) -> None:

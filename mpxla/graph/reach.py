@@ -121,14 +121,15 @@ def _is_followed(value: Any, caller: FunctionType) -> bool:
 
 
 def _methods(kinds: dict[type, None], names: set[str]) -> Iterator[FunctionType]:
-    """The user's methods that are called by one of the names."""
+    """The user's methods that are called by one of the names; by `getattr`, any may be."""
     for kind in filter(_is_users, kinds):
         for name, value in vars(kind).items():
             if isinstance(value, property):
                 value = value.fget
             elif isinstance(value, (classmethod, staticmethod)):
                 value = value.__func__
-            if name in names and isinstance(value, FunctionType):
+            is_named = name in names or "getattr" in names
+            if is_named and isinstance(value, FunctionType):
                 yield value
 
 

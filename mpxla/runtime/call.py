@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpxla.graph.counted import as_count
 from mpxla.graph.draws import Draw, Drawer
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.signature import Signature, with_constants
@@ -16,8 +17,10 @@ from mpxla.runtime.ways import Pass, change_of_answers
 
 __all__ = [
     "Call",
+    "as_drawn",
     "as_inputs",
     "as_numbers",
+    "counted",
     "draw_all",
     "problem_of_inputs",
     "trained_by",
@@ -48,6 +51,11 @@ class Call:
         wanted: the microbatch that the next capture is for, if that comes next; likewise.
         seed: from which the seeds of random programs are drawn.
         drawer: what a capture draws by, where random numbers of Python are inputs.
+        began: numbers that the function changes, by name, as they were before the call; on the
+            first pipeline rank.
+        states: the same before each microbatch, as far as they are known; likewise.
+        left: the same after the last one; likewise.
+        outside: names of numbers outside of the arguments that have changed since a capture.
     """
 
     signature: Signature
@@ -64,6 +72,10 @@ class Call:
     wanted: int | None = None
     seed: int = 0
     drawer: Drawer | None = None
+    began: dict[str, Any] = field(default_factory=dict)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    left: dict[str, Any] = field(default_factory=dict)
+    outside: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -90,10 +102,24 @@ def with_draws(call: Call, draws: tuple[Draw, ...], drawer: Drawer) -> Call:
 
 
 def as_inputs(call: Call, plan: Plan) -> list[list[torch.Tensor]]:
-    """The tensor leaves of every microbatch for a plan, with what the function draws.
+    """The tensor leaves of every microbatch for a plan, with what the function draws and counts.
 
     Floats that the capture had to keep as constants are none of them.
     """
+    drawn = as_drawn(call, plan)
+    return [[*leaves, *counted(call, plan, number)] for number, leaves in enumerate(drawn)]
+
+
+def counted(call: Call, plan: Plan, number: int) -> list[torch.Tensor]:
+    """Numbers that a step changes, as they are before a microbatch if that is known."""
+    state = call.states[number] if number < len(call.states) else {}
+    values = [state.get(name, read.now()) for name, read in plan.counts.items()]
+    counts = zip(plan.signature.counts, values, strict=True)
+    return [count.tensor(v if as_count(count.name, v) == count else 0) for count, v in counts]
+
+
+def as_drawn(call: Call, plan: Plan) -> list[list[torch.Tensor]]:
+    """The same without what it counts."""
     constants = set(call.signature.numbers) - set(plan.signature.numbers)
     if constants:
         signature, tensors = with_constants(call.signature, call.tensors, constants)

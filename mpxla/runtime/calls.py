@@ -31,6 +31,7 @@ from mpxla.runtime.call import (
     with_draws,
 )
 from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.counting import Counters, leave
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.model_watch import ModelView, ModelWatch
@@ -97,6 +98,7 @@ class Calls:
         self._shares = len(sharing) > 1
         self._num_replicas = len(session.topology.rdp_group(session.rank))
         self._asking = Asking(self.plans, self._num_replicas)
+        self._counters = Counters(self.plans)
 
     def meet(self, what: str, line: str) -> None:
         """Before something that the ranks of a pipeline do together outside of steps.
@@ -178,15 +180,19 @@ class Calls:
         if not next_:
             drawer = call.drawer = None if self._shares else Drawer()
             state = None if drawer is None else drawer.began
-            self.control.announce(
-                ("new", call.name, portable(call.signature), state, [*call.plans])
-            )
+            before = call.states[call.wanted] if call.states and call.wanted is not None else {}
+            call.outside = self.plans.changed_outside(call.signature)
+            described = portable(call.signature), state, before, sorted(call.outside)
+            self.control.announce(("new", call.name, *described, [*call.plans]))
+            leave(call, before)
             return
         if call.passes:
             self._draw(call.passes[0].plan.signature)
         self._draw_seed(call, next_)
         kind = "known" if call.passes else "ask"
-        self.control.announce((kind, call.name, as_numbers(next_), call.seed, [*call.plans]))
+        runs = as_numbers(next_), call.seed, call.left
+        self.control.announce((kind, call.name, *runs, [*call.plans]))
+        leave(call, call.left)
 
     def _draw(self, signature: Signature) -> None:
         """Draws what the function does; the next call probably draws the same."""
@@ -285,6 +291,11 @@ class Calls:
             if problem is not None:
                 raise StepError(problem)
             return call
+        if call.signature.function in self._counters:
+            problem = self._count(call, view)
+            if problem is not None:
+                raise StepError(problem)
+            return call
         for draws in [*self._draws.get(call.signature.function, []), ()]:
             given = with_draws(call, draws, Drawer()) if draws else call
             ways = self.plans.find(given.signature, view, given.tensors)
@@ -298,6 +309,11 @@ class Calls:
         if not call.passes:
             call.wanted = call.ways.index(None)
         return call
+
+    def _count(self, call: Call, view: ModelView) -> str | None:
+        """What comes next of a call of a function that changes numbers; an error's text if any."""
+        self._counters.find(call, view)
+        return self._divide(call)
 
     def _advance(self, call: Call, view: ModelView) -> str | None:
         """What comes next of a call of a function that asks, and passes if nothing does."""
@@ -412,9 +428,12 @@ class Calls:
             call.signature = received(rest[0], *call.arguments)
             call.objects = local_objects(*call.arguments)
             call.drawer = None if rest[1] is None else Drawer(rest[1])
+            leave(call, rest[2])
+            call.outside = frozenset(rest[3])
             return
         next_ = [Pass(call.plans[number], tuple(own)) for number, own in rest[0]]
         call.seed = rest[1]
+        leave(call, rest[2])
         if kind == "known":
             call.passes = next_
             draw_all(next_[0].plan.signature.draws)
@@ -461,6 +480,12 @@ class Calls:
             )
         if plan.is_once and plan.signature.answers is not None:
             return _problem_of_flag(plan)
+        function = call.signature.function
+        problem = self._counters.add(call, plan, function in self._asking)
+        if problem is not None:
+            return problem
+        if function in self._counters:
+            return self._count(call, self._watch.look())
         is_for = [not plan.is_once or i == call.wanted for i in range(len(given))]
         if plan.signature.answers is not None:
             problem = self._asking.add(call, plan)
@@ -535,7 +560,8 @@ class Calls:
                 f"dropout, torch.where), or outside of it, and pass a tensor.",
             )
             return "by random numbers, Python decides otherwise"
-        return describe_change(signature, self._known())
+        counted = self._counters.reason(signature)
+        return counted or describe_change(signature, self._known())
 
 
 def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:

@@ -18,6 +18,7 @@ from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
+from mpxla.graph.python_state import PythonState
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import OutputKind, StepGraph, without_inputs
@@ -126,6 +127,7 @@ class StepCutter:
                 self._states,
                 functools.cache(lambda: self._values(call)),
                 self._session.kept,
+                PythonState(call.outside),
             )
             signature, step, reads = tracing.trace(call.signature, call.drawer, self._may_ask)
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough

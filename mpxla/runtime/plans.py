@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mpxla.graph.counted import CountRead, as_count
 from mpxla.graph.decisions import Decisions
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.questions import state_read
@@ -56,7 +57,7 @@ class Plan:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Of the signature, whatever Python draws and is told."""
-        return replace(self.signature, draws=(), answers=None).key
+        return self.signature.of_arguments.key
 
     @property
     def is_question(self) -> bool:
@@ -67,6 +68,11 @@ class Plan:
     def is_once(self) -> bool:
         """Whether it serves one microbatch, and what Python has left then decides otherwise."""
         return any(isinstance(read, OnceRead) for read in self.view.reads)
+
+    @cached_property
+    def counts(self) -> dict[str, CountRead]:
+        """Places of numbers that the step changes, by name."""
+        return {read.name: read for read in self.view.reads if isinstance(read, CountRead)}
 
     @cached_property
     def asks_of(self) -> set[str]:
@@ -82,10 +88,16 @@ class Plan:
         if self.decisions is None:
             return None
         for microbatch, leaves in enumerate(tensors):
-            change = self.decisions.change(self.to_host(leaves))
+            change, _ = self.follow(leaves)
             if change is not None:
                 return microbatch, change
         return None
+
+    def follow(self, leaves: Sequence[torch.Tensor]) -> tuple[str | None, dict[str, Any]]:
+        """What Python would read otherwise in one microbatch, and what it leaves if nothing."""
+        if self.decisions is None:
+            return None, {}
+        return self.decisions.follow(self.to_host(leaves))
 
 
 class Plans:
@@ -129,9 +141,18 @@ class Plans:
 
     def like(self, signature: Signature, view: ModelView) -> list[Plan]:
         """Plans for such calls, whatever Python draws and is told; the last that was used first."""
-        key = replace(signature, draws=(), answers=None).key
+        key = signature.of_arguments.key
         own = [plan for plan in self if plan.key == key and plan.view.difference(view) is None]
         return own[::-1]
+
+    def changed_outside(self, signature: Signature) -> frozenset[str]:
+        """Names of numbers that have changed since such calls were captured, whatever else has."""
+        key = signature.of_arguments.key
+        reads = [r for plan in self if plan.key == key for r in plan.view.reads]
+        changes = filter(None, (read.change() for read in reads if not isinstance(read, OnceRead)))
+        numbers = [c.name for c in changes if as_count("", c.before) and as_count("", c.now)]
+        counted = (read.name for read in reads if isinstance(read, CountRead))
+        return frozenset((*numbers, *counted))
 
     def inputs_change(
         self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]
@@ -187,4 +208,4 @@ class Plans:
 
 def _without_flags(signature: Signature) -> Any:
     """What a call is, whatever the model is: other modules have other flags."""
-    return replace(signature, modes="", trainable="").key
+    return replace(signature, modes="", trainable="", counts=()).key

@@ -23,6 +23,7 @@ from mpxla.comm.packing import describe
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import NumberLeaf, TensorLeaf
 from mpxla.graph.casts import active_autocast
+from mpxla.graph.counted import Count
 from mpxla.graph.draws import Draw
 from mpxla.graph.number import Number
 from mpxla.runtime.containers import flatten_opened, open_containers
@@ -107,6 +108,8 @@ class Signature:
         autocast: (enabled, dtype) of the active autocast regions.
         draws: random numbers that Python draws, which are inputs after those of the arguments.
         answers: what Python is told of values that depend on the model; None if it does not ask.
+        counts: numbers outside of the arguments that the function changes, which are the last
+            inputs.
     """
 
     function: str
@@ -120,6 +123,7 @@ class Signature:
     autocast: tuple[Any, ...]
     draws: tuple[Draw, ...] = ()
     answers: tuple[int, ...] | None = None
+    counts: tuple[Count, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -135,14 +139,20 @@ class Signature:
             self.autocast,
             self.draws,
             self.answers,
+            self.counts,
         )
+
+    @property
+    def of_arguments(self) -> "Signature":
+        """The same, whatever Python draws, counts and is told."""
+        return replace(self, draws=(), answers=None, counts=())
 
     @property
     def tensor_paths(self) -> list[str]:
         """Readable path of every tensor leaf."""
         pairs = zip(self.paths, self.leaves, strict=True)
         own = [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
-        return [*own, *map(str, self.draws)]
+        return [*own, *map(str, self.draws), *map(str, self.counts)]
 
     @property
     def objects(self) -> list[int]:
@@ -159,7 +169,8 @@ class Signature:
     def tensor_leaves(self) -> list[TensorLeaf]:
         """The tensor leaves, in order."""
         own = [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
-        return [*own, *(TensorLeaf(draw.shape, draw.dtype) for draw in self.draws)]
+        own += [TensorLeaf(draw.shape, draw.dtype) for draw in self.draws]
+        return [*own, *(TensorLeaf((), count.dtype) for count in self.counts)]
 
 
 def sign(

@@ -6,6 +6,7 @@ This module must not know how ranks agree on a call.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from mpxla.graph.capture_sources import (
     iterators_refused,
     random_numbers_noted,
 )
+from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.parameter_attributes import NewAttributesError
 from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.user_code import UndecidedError
+from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
@@ -44,7 +46,7 @@ class Tracing:
         states: parameters and buffers of all models.
         values: gives the tensor leaves of one microbatch, where Python needs them.
         graphs: those of earlier starts.
-        state: what the last capture leaves in attributes.
+        state: what captures leave in attributes.
     """
 
     function: Callable[..., Any]
@@ -78,6 +80,7 @@ class Tracing:
         else:
             self.state.take()
             return found
+        self.state.stop_counting()
         return self.trace(replace(signature, answers=()), drawer and drawer.again())
 
     def _with_few_draws(self, signature: Signature, drawer: Drawer | None) -> Traced:
@@ -135,37 +138,57 @@ class Tracing:
         given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
         own = [(f"argument {path}", value) for path, value in self.objects.items()]
 
-        def run(leaves: Sequence[torch.Tensor]) -> Any:
+        def run(leaves: Sequence[torch.Tensor], counting: Counting) -> Any:
+            end = len(leaves) - len(counting.counts)
             if draws is not None:
-                draws.begin(leaves[len(leaves) - len(signature.draws) :])
+                draws.begin(leaves[end - len(signature.draws) : end])
             args, kwargs = fill(signature, leaves, given)
-            return function(*args, **kwargs)
-
-        def capture() -> StepGraph:
-            names = self.states.current_names()
+            counting.begin(leaves[end:])
             try:
-                leaves, answers = signature.tensor_leaves, signature.answers
-                return capture_step(run, model, leaves, names, known, self.graphs, answers)
+                return function(*args, **kwargs)
+            finally:
+                counting.end()
+
+        def capture(counting: Counting) -> StepGraph:
+            names = self.states.current_names()
+            asked, values = replace(signature, counts=counting.counts), known
+            if values is not None:
+                values = replace(values, values=(*values.values, *counting.values))
+            try:
+                return capture_step(
+                    partial(run, counting=counting),
+                    model,
+                    asked.tensor_leaves,
+                    names,
+                    values,
+                    self.graphs,
+                    signature.answers,
+                    counting.left,
+                )
             except NewAttributesError as error:
                 for found in error.attributes:
                     found.start()
-            return capture()
+            return capture(counting)
 
-        def attempt() -> Attempt:
-            outer = outside_values(function, model)
+        def attempt(counting: Counting) -> Attempt:
+            if counting.counts and known is None:
+                raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
+            outer, counted = outside_values(function, model), counting.names
+            reads = [read for read in outer.reads if read.name not in counted]
             with (
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(function, model),
                 random_numbers_noted(function, model, draws),
-                attributes_noted(model, [*outer.objects, *own], outer.texts) as log,
+                attributes_noted(model, [*outer.objects, *own], outer.texts, counted) as log,
             ):
                 try:
-                    step = capture()
-                    return Attempt(step, log.reads(), log, outer.reads)
+                    step = capture(counting)
+                    return Attempt(step, log.reads(), log, reads)
                 except BaseException:
-                    restore(log, outer.reads)
+                    restore(log, reads)
                     raise
 
         step, own_reads = self.state.judged(attempt)
+        signature = replace(signature, counts=self.state.counts)
         reads = [*own_reads, *map(ModuleRead.of, step.modules)]
         return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]

@@ -1,0 +1,119 @@
+"""Numbers outside of its arguments that a step function changes: inputs of its program.
+
+A counter (`self.num_calls += 1`), or a temperature that is annealed, in the step or between steps.
+While the step is captured, such a number has no value (`number.py`). What Python decides by it is
+read as that of other inputs is, and so is what the step leaves there (`decisions.py`): every
+microbatch is given what the one before it has left.
+
+This module must not know how a step is captured or run.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpxla.graph.capture_attributes import Read
+from mpxla.graph.number import NumberRead
+from mpxla.graph.plain import Change
+
+__all__ = ["Count", "CountRead", "Counting", "as_count"]
+
+_DTYPES = {int: torch.int64, float: torch.float64}
+_LARGEST = 2**62
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that is an input.
+
+    Attributes:
+        name: of its place, for the user.
+        dtype: int64 or float64.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    def tensor(self, value: float) -> torch.Tensor:
+        """A value of it, of shape []."""
+        return torch.tensor(value, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def as_count(name: str, value: Any) -> Count | None:
+    """The input for a value; None for what is no number, or a large one."""
+    dtype = _DTYPES.get(type(value))
+    is_large = dtype is torch.int64 and abs(value) > _LARGEST
+    return None if dtype is None or is_large else Count(name, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class CountRead(Read):
+    """A place whose number is an input: programs do not depend on its value."""
+
+    @classmethod
+    def of(cls, read: Read) -> "CountRead":
+        """The place of another read."""
+        return cls(read.name, read.value, read.now, read.names, read.put)
+
+    def change(self) -> Change | None:
+        """Never one."""
+        return None
+
+
+class Counting:
+    """Puts numbers without values into places while a step is captured.
+
+    Args:
+        reads: the places, by name; each can be put back.
+
+    Attributes:
+        counts: the inputs, in order.
+        left: what the last capture has left in places that it has changed, by name.
+    """
+
+    def __init__(self, reads: Mapping[str, Read] | None = None):
+        self._reads = dict(reads or {})
+        found = [as_count(name, read.now()) for name, read in self._reads.items()]
+        assert None not in found, "they are places of numbers"
+        self.counts = tuple(count for count in found if count is not None)
+        self._before = {name: read.now() for name, read in self._reads.items()}
+        self._given: dict[str, NumberRead] = {}
+        self.left: dict[str, Any] = {}
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """What the inputs are when the step is captured."""
+        return [count.tensor(self._before[count.name]) for count in self.counts]
+
+    @property
+    def names(self) -> Set[str]:
+        """Of the places."""
+        return self._reads.keys()
+
+    def begin(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Before the function runs.
+
+        Args:
+            leaves: the inputs for these numbers.
+        """
+        for count, leaf in zip(self.counts, leaves, strict=True):
+            self._given[count.name] = NumberRead(leaf)
+            self._put(count.name, self._given[count.name])
+
+    def end(self) -> None:
+        """After it, also where it has raised: places are what they were."""
+        for name, before in self._before.items():
+            now = self._reads[name].now()
+            if now is not self._given.pop(name, None):
+                self.left[name] = now
+            self._put(name, before)
+
+    def _put(self, name: str, value: Any) -> None:
+        put = self._reads[name].put
+        assert put is not None, "only such places are given"
+        put(value)

@@ -1,0 +1,126 @@
+"""Calls of step functions that change numbers outside of their arguments (`graph/counted.py`).
+
+Every microbatch is given what the one before it has left, which is known before any of them runs.
+So the first rank of a pipeline follows a call from one microbatch to the next: by what is there,
+it finds the plan, and that says what is there afterwards. Where there is none, all ranks put what
+is there into the places, and capture the next one. When all plans are known, they put there what
+the last microbatch leaves.
+
+This module must not know how ranks agree on a call.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpxla.graph.counted import CountRead, as_count
+from mpxla.log import warn_once
+from mpxla.runtime.call import Call, as_drawn, counted
+from mpxla.runtime.model_watch import ModelView
+from mpxla.runtime.plans import Plan, Plans
+from mpxla.runtime.signature import Signature
+
+__all__ = ["Counters", "leave"]
+
+_MANY_WAYS = 4
+"""So many programs for what Python decides by numbers are worth a warning."""
+
+
+class Counters:
+    """What is known of functions that count.
+
+    Args:
+        plans: all plans.
+    """
+
+    def __init__(self, plans: Plans):
+        self._plans = plans
+        self._functions: set[str] = set()
+
+    def __contains__(self, function: str) -> bool:
+        """Whether a step function counts, by its title."""
+        return function in self._functions
+
+    def add(self, call: Call, plan: Plan, has_asked: bool) -> str | None:
+        """A plan was captured for a call.
+
+        Args:
+            call: the call.
+            plan: for the microbatch that is wanted.
+            has_asked: whether the function has branched on values that depend on the model.
+
+        Returns:
+            Why it cannot be used, as the text of an error.
+        """
+        assert call.wanted is not None, "it was captured for that one"
+        function = call.signature.function
+        if plan.counts:
+            self._functions.add(function)
+        if function not in self._functions:
+            return None
+        if has_asked or plan.signature.answers is not None:
+            same = [other for other in self._plans if other.signature.function == function]
+            names = " and ".join(sorted({name for other in same for name in other.counts}))
+            return (
+                f"{function} changes {names}, and branches on values that depend on the model, "
+                f"too. Count in a buffer: register_buffer with a tensor, then self.name += 1."
+            )
+        call.ways[call.wanted] = plan
+        return None
+
+    def find(self, call: Call, view: ModelView) -> None:
+        """Finds the plan of each microbatch, as far as there are some; one is wanted if not."""
+        count = call.signature.num_microbatches
+        once = [way if way is not None and way.is_once else None for way in call.ways]
+        once = once or [None] * count
+        given = [way for way in once if way is not None]
+        plans = [p for p in self._plans.like(call.signature, view) if not p.is_question]
+        for plan in (*plans, *given):
+            for name, read in plan.counts.items():
+                call.began.setdefault(name, read.now())
+        plans = [plan for plan in plans if not _reads_exactly(plan, call.began)]
+        drawn = {plan: as_drawn(call, plan) for plan in (*plans, *given)}
+        call.ways, call.states, call.left = [None] * count, [], dict(call.began)
+        call.wanted = None
+        for number, way in enumerate(once):
+            call.states.append(dict(call.left))
+            for plan in plans if way is None else [way]:
+                wanted = [as_count(c.name, call.left[c.name]) for c in plan.signature.counts]
+                if wanted != [*plan.signature.counts]:
+                    continue
+                change, left = plan.follow([*drawn[plan][number], *counted(call, plan, number)])
+                if change is None:
+                    call.ways[number] = plan
+                    call.left.update(left)
+                    break
+            else:
+                call.wanted = number
+                return
+
+    def reason(self, signature: Signature) -> str | None:
+        """Why a call of a function that counts needs a new program, if it has others."""
+        key = signature.of_arguments.key
+        ways = [plan for plan in self._plans if plan.counts and plan.key == key]
+        if len(ways) == _MANY_WAYS:
+            warn_once(
+                f"counted decisions {signature.function}",
+                f"step function {signature.function.rpartition('.')[2]} was compiled {_MANY_WAYS} "
+                f"times, since Python decides by numbers outside of its arguments that change "
+                f"({', '.join(ways[-1].counts)}), or needs their values. It is compiled for every "
+                f"way that they decide. Where these are many, compute with tensors: torch.where, "
+                f"or a buffer that the step changes.",
+            )
+        return "by numbers that have changed, Python decides otherwise" if ways else None
+
+
+def leave(call: Call, values: Mapping[str, Any]) -> None:
+    """Puts numbers into their places, by name."""
+    for plan in call.plans.values():
+        for name, read in plan.counts.items():
+            if name in values and read.put is not None:
+                read.put(values[name])
+
+
+def _reads_exactly(plan: Plan, names: Iterable[str]) -> bool:
+    """Whether a plan was captured before it was known that some numbers change in calls."""
+    exact = {read.name for read in plan.view.reads if not isinstance(read, CountRead)}
+    return not exact.isdisjoint(names)
