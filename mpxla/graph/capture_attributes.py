@@ -7,10 +7,11 @@ so. This module must not know what is done with what was read.
 """
 
 import contextlib
+import copy
 import sys
 import types
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +24,7 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, UNKNOWN, Change, change, plain
 from mpxla.graph.reach import outside
 from mpxla.graph.user_code import at_user_line
@@ -37,8 +39,10 @@ __all__ = [
     "attributes_noted",
     "is_simple",
     "kept",
+    "note_content",
     "outside_values",
     "refusal",
+    "without_counted",
 ]
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
@@ -92,6 +96,7 @@ class AttributeLog:
         before: values at the first write.
         containers: lists and dictionaries that were read, which the step may fill.
         counted: names of attributes that are inputs of the step (`counted.py`).
+        contents: containers with what they held before the step.
     """
 
     names: dict[int, tuple[str, dict[str, Any]]]
@@ -102,6 +107,7 @@ class AttributeLog:
     before: dict[tuple[int, str], Any] = field(default_factory=dict)
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     counted: Set[str] = frozenset()
+    contents: list[tuple[Any, Any]] = field(default_factory=list)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -112,6 +118,7 @@ class AttributeLog:
             self.first[place] = plain(value, self.texts)
             if isinstance(value, CONTAINERS):
                 self.containers[place] = value
+                note_content(value, self.contents)
 
     def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
         """Notes a read of an attribute that an object has from its class, until it gets its own."""
@@ -148,13 +155,18 @@ class AttributeLog:
                 continue
             read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts, put)
             if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
-                found.append(read)
+                found.append(without_counted(read, self.counted))
         changes = self._changes()
-        return kept([read for read in found if read.name not in changes])
+        return [read for read in found if read.name not in changes]
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""
         return [read for read, _ in self._changes().values()]
+
+    def computed(self) -> dict[str, Read]:
+        """Those to which it has given a number that the model computes, by name."""
+        last = {self._name(place): value for place, (_, value) in self.written.items()}
+        return {name: read for name, (read, _) in self._changes().items() if is_number(last[name])}
 
     def filled(self) -> list[tuple[Read, Any]]:
         """Containers that were read, with what they are now: the capture gives others back."""
@@ -258,12 +270,35 @@ def _warn(name: str, line: str) -> None:
     )
 
 
+def without_counted(read: Read, counted: Set[str]) -> Read:
+    """A read of a dictionary without the entries that are inputs; others as they are."""
+    if not counted or not isinstance(read.value, dict):
+        return read
+    keys = {key for key in read.value if f"{read.name}[{key!r}]" in counted}
+
+    def others(entries: Any) -> Any:
+        is_there = isinstance(entries, dict)
+        return {k: v for k, v in entries.items() if k not in keys} if is_there else entries
+
+    def now() -> Any:
+        return others(plain(read.now(), read.names))
+
+    return Read(read.name, others(read.value), now, put=read.put) if keys else read
+
+
+def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
+    """Adds a container with what it holds."""
+    if type(container) in (*CONTAINERS, OrderedDict, defaultdict):
+        contents.append((container, copy.copy(container)))
+
+
 @contextlib.contextmanager
 def attributes_noted(
     model: nn.Module,
     objects: Sequence[tuple[str, Any]] = (),
     texts: Set[str] = frozenset(),
     counted: Set[str] = frozenset(),
+    contents: list[tuple[Any, Any]] | None = None,
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
@@ -272,10 +307,12 @@ def attributes_noted(
         objects: other objects that count, with their names.
         texts: in the code of the step function.
         counted: names of attributes that do not count, since they are inputs.
+        contents: gets containers that are read, with what they hold.
     """
     found = dict(_objects([("model", model), *objects]))
     tables = {key: (name, vars(value)) for key, (name, value) in found.items()}
     log = AttributeLog(tables, texts, counted=counted)
+    log.contents = log.contents if contents is None else contents
     kinds = {type(value) for _, value in found.values() if not isinstance(value, nn.Module)}
     with contextlib.ExitStack() as stack:
         for kind in (nn.Module, *kinds):

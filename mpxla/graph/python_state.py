@@ -40,6 +40,7 @@ from mpxla.graph.capture_attributes import (
     refusal,
 )
 from mpxla.graph.counted import Count, Counting, CountRead, as_count
+from mpxla.graph.number import is_number
 from mpxla.graph.plain import Change
 from mpxla.graph.stepgraph import InputKind, StepGraph
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
@@ -81,12 +82,21 @@ class Attempt:
         """
         counts = Counter(read.name for read in self.outer)
         found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
+        containers = (*self.outer, *(read for read, _ in self.log.filled()))
+        entries = {entry.name: entry for read in containers for entry in _entries(read)}
+        computed = self.computed()
         return {
             name: read
-            for name, read in (found | self.changed()).items()
+            for name, read in (found | self.changed() | entries).items()
             if as_count(name, read.value) and read.put is not None and counts[name] <= 1
             if not self.log.has_constants({name})  # it is of a cache
+            and name not in computed
         }
+
+    def computed(self) -> dict[str, Read]:
+        """Those to which it has given a number that the model computes, by name."""
+        outer = {r.name: r for r in self.outer if is_number(r.now()) and is_simple(r.value)}
+        return outer | self.log.computed()
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +121,9 @@ class PythonState:
 
     Args:
         outside: names of numbers that have changed outside of steps, which are inputs, too.
+
+    Attributes:
+        contents: gets containers that a capture reads, with what they hold before.
     """
 
     def __init__(self, outside: Collection[str] = ()) -> None:
@@ -118,6 +131,7 @@ class PythonState:
         self._left: list[Callable[[], None]] = []
         self._numbers: dict[str, Read] = {}
         self._may_count = True
+        self.contents: list[tuple[Any, Any]] = []
 
     def stop_counting(self) -> None:
         """From here on no numbers are inputs."""
@@ -153,24 +167,37 @@ class PythonState:
                 if not self._numbers:
                     raise
                 self.stop_counting()
+                self._refill()
                 continue
             more = first.numbers(self._outside)
             if not more:
                 return self._judged(first, lambda: capture(Counting(self._numbers)))
             is_cache = first.log.has_tensors and not _goes_on(lambda: capture(Counting()))
             restore(first.log, first.outer)
+            self._refill()
             if is_cache:
                 self.stop_counting()
             else:
                 self._numbers |= more
         return self._judged(capture(Counting()), lambda: capture(Counting()))
 
+    def _refill(self) -> None:
+        """Gives containers what they held before captures."""
+        for container, content in reversed(self.contents):
+            _refill(container, content)
+        self.contents.clear()
+
     def _judged(
         self, first: Attempt, capture: Callable[[], Attempt]
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
         changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
-        reads = [*kept(outer), *first.own_reads, *map(CountRead.of, self._numbers.values())]
+        reads = [*kept([*outer, *first.own_reads]), *map(CountRead.of, self._numbers.values())]
+        computed = first.computed()
+        if computed:
+            _refuse_computed(first, computed, capture)
+            reads += computed.values()
+            changed = {name: read for name, read in changed.items() if name not in computed}
         left = first.log.left()
         left += [partial(_put, r, r.now()) for r in first.outer if _is_changed(r)]
         try:
@@ -233,6 +260,54 @@ def _put(read: Read, value: Any) -> None:
 
 def _is_same(one: StepGraph, other: StepGraph) -> bool:
     return lines_of(one) == lines_of(other) and _outputs(one) == _outputs(other)
+
+
+def _entries(read: Read) -> list[Read]:
+    """Numbers of a dictionary that have changed."""
+    now = read.now()
+    if type(read.value) is not dict or not isinstance(now, dict):
+        return []
+
+    def entry(key: Any, value: Any) -> Read:
+        def put(new: Any) -> None:
+            read.now()[key] = new
+
+        return Read(f"{read.name}[{key!r}]", value, lambda: read.now().get(key), read.names, put)
+
+    pairs = [(key, value) for key, value in read.value.items() if as_count("", value)]
+    return [entry(k, v) for k, v in pairs if as_count("", now.get(k)) and v != now[k]]
+
+
+def _refuse_computed(
+    first: Attempt, computed: dict[str, Read], capture: Callable[[], Attempt]
+) -> None:
+    """Captures with other numbers in the place of those that the model has computed.
+
+    Raises:
+        CaptureError: the step then is another one.
+    """
+    left = [*first.log.left(), *(partial(_put, r, r.now()) for r in first.outer if _is_changed(r))]
+    restore(first.log, first.outer)
+    for name, read in computed.items():
+        _put(read, type(read.value)(2 * (read.value or 0) + 3))
+        try:
+            again = capture()
+            restore(again.log, again.outer)
+            is_same = _is_same(first.step, again.step)
+        except Exception:  # of what it finds there
+            is_same = False
+        _put(read, read.value)
+        if not is_same:
+            raise CaptureError(
+                f"The step function computes with {name}, and gives it a number that the model has "
+                f"computed{first.log.line(name)}, by which the next microbatch would go. Make it a "
+                f"buffer: register_buffer with a tensor, then self.name.copy_(value)."
+            )
+    for put in left:
+        put()
+    for read in computed.values():
+        _put(read, read.value)
+    first.log.warn(computed)
 
 
 def _refuse_counter(second: Attempt, capture: Callable[[], Attempt], name: str) -> None:

@@ -13,7 +13,13 @@ import torch
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import Known, capture_step, with_values_if_needed
-from mpxla.graph.capture_attributes import Read, attributes_noted, outside_values
+from mpxla.graph.capture_attributes import (
+    Read,
+    attributes_noted,
+    note_content,
+    outside_values,
+    without_counted,
+)
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
@@ -174,12 +180,16 @@ class Tracing:
             if counting.counts and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             outer, counted = outside_values(function, model), counting.names
-            reads = [read for read in outer.reads if read.name not in counted]
+            reads = [without_counted(r, counted) for r in outer.reads if r.name not in counted]
+            for read in reads:
+                note_content(read.now(), self.state.contents)
             with (
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(function, model),
                 random_numbers_noted(function, model, draws),
-                attributes_noted(model, [*outer.objects, *own], outer.texts, counted) as log,
+                attributes_noted(
+                    model, [*outer.objects, *own], outer.texts, counted, self.state.contents
+                ) as log,
             ):
                 try:
                     step = capture(counting)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.errors import StepError
+from mpxla.errors import CaptureError, StepError
 from mpxla.tests.clients import close, host, logged, train_step
 from mpxla.tests.ranks.run import run_ranks
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 4
 functional = nn.functional
-progress = {"seen": 0}
+progress = {"seen": 0, "rate": 0.5}
 total = 0
 
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
         self.num_calls, self.temperature, self.is_set = 0, 2.0, False
         self.rates = [0.5, 1.0, 2.0]
-        self.schedule = Schedule()
+        self.schedule, self.stats = Schedule(), {"calls": 0, "name": "net"}
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x):
@@ -85,6 +85,12 @@ class Net(nn.Module):
         total += 1
         return h * (1 + total / 10)
 
+    def of_dictionaries(self, h):
+        progress["seen"] += 1
+        self.stats["calls"] += 2
+        h = 2 * h if progress["seen"] % 4 == 3 else h
+        return h * (1 + self.stats["calls"] / 20)
+
     def started(self, h):
         with torch.no_grad():
             if self.is_set:
@@ -102,6 +108,14 @@ class Net(nn.Module):
             return 3 * h
         return h
 
+    def average(self, h):
+        self.temperature = 0.9 * self.temperature + 0.1 * h.mean().item()
+        return h / self.temperature
+
+    def noted(self, h):
+        self.temperature = 0.9 * self.temperature + 0.1 * h.mean().item()
+        return h
+
     def divided(self, h):
         return h / self.temperature
 
@@ -117,7 +131,7 @@ class Net(nn.Module):
 
 KINDS = (
     "counted annealed every_third late exponential by_place of_the_class of_an_object of_globals "
-    "started reset"
+    "of_dictionaries started reset"
 ).split()
 
 
@@ -129,7 +143,7 @@ def batch(number):
 
 def raw_model(kind):
     global total
-    total = 0
+    total = progress["seen"] = 0
     torch.manual_seed(3)
     return Net(kind)
 
@@ -141,6 +155,7 @@ def numbers_of(model):
         "limit": model.limit,
         "step": model.schedule.step,
         "total": total,
+        "dictionaries": {**progress, **model.stats},
         "is set": model.is_set,
     }
 
@@ -242,6 +257,29 @@ def ask_and_count():
     with pytest.raises(StepError) as error:
         step(model, *batch(1))
     return str(error.value)
+
+
+def keep_averages():
+    found = []
+    for kind in ("noted", "average"):
+        smp.init({"microbatches": 2})
+        raw = raw_model(kind)
+        model = smp.DistributedModel(raw)
+        with logged() as lines:
+            try:
+                smp.step(train_step)(model, *batch(0))
+                found.append((raw.temperature, [s for s in lines if "reads and changes" in s]))
+            except CaptureError as error:
+                found.append(str(error))
+        smp.shutdown()
+    return found
+
+
+def test_numbers_that_the_model_computes_are_refused_where_they_matter():
+    (((temperature, warnings), text),) = run_ranks(keep_averages, 1)
+    assert temperature == 2.0 and len(warnings) == 1
+    assert re.search(r"computes with model\.temperature, and gives it a number that", text)
+    assert "test_counted.py" in text and "register_buffer" in text
 
 
 def test_a_number_beside_a_branch_on_the_model_is_refused():
