@@ -31,7 +31,7 @@ from mpxla.graph.answers import Answers
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.number import NumberRead, is_number
+from mpxla.graph.number import NumberRead, has_number, is_number, takes_numbers_as_tensors
 from mpxla.graph.user_code import at_user_line, needs_value
 
 __all__ = ["Constants", "masks_decided"]
@@ -49,6 +49,8 @@ _COUNTS = frozenset(
 )
 """The shape of their result depends on values."""
 _TRUTHS = {"__bool__", "is_nonzero"}
+_OPERANDS = ("exponent", "input", "max", "min", "other", "weight")
+"""Names of arguments of arithmetic that are tensors as well as numbers."""
 _MOST_NUMBERS = 2
 """So many integers that were read may be arguments of one call; sizes of all experts are not."""
 _INTEGERS = {"__index__", "__int__"}
@@ -110,6 +112,7 @@ class Constants:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
+        args, kwargs = self._with_values(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
         asked = func, args, kwargs
@@ -151,6 +154,25 @@ class Constants:
         if is_write or any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(result)):
             self._follow(*asked, result)
         return result
+
+    def _with_values(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the values of numbers that are known, where tensors will not do."""
+        if not has_number((args, kwargs)):
+            return args, kwargs
+
+        def valued(leaf: Any) -> Any:
+            if isinstance(leaf, slice):
+                return slice(*map(valued, (leaf.start, leaf.stop, leaf.step)))
+            if not (issubclass(type(leaf), NumberRead) and self.has_value(leaf.tensor)):
+                return leaf
+            return self._run(torch.Tensor.item, (leaf.tensor,), {}, is_read=True)
+
+        if takes_numbers_as_tensors(func):
+            named = {k: v if k in _OPERANDS else valued(v) for k, v in kwargs.items()}
+            return args, named
+        return pytree.tree_map(valued, (args, kwargs))
 
     def _as_integer(self, leaf: Any) -> Any:
         """The number in the place of a known tensor, or of what was read and may be asked for."""

@@ -18,7 +18,16 @@ import torch.utils._pytree as pytree
 
 from mpxla.graph.exchanged import exchanged
 
-__all__ = ["NO_VALUE", "NeedsValueError", "Number", "NumberRead", "is_number", "numbers_in_math"]
+__all__ = [
+    "NO_VALUE",
+    "NeedsValueError",
+    "Number",
+    "NumberRead",
+    "has_number",
+    "is_number",
+    "numbers_in_math",
+    "takes_numbers_as_tensors",
+]
 
 _KINDS = {torch.float64: float, torch.int64: int, torch.bool: bool}
 
@@ -118,10 +127,12 @@ class NumberRead(Number):
         return NO_VALUE.format("number")
 
     def __str__(self) -> str:
-        return repr(self)
+        return format(self)
 
     def __format__(self, spec: str) -> str:
-        return repr(self)
+        # Modules are chosen by the texts of integers, `self.blocks[f"{self.depth}"]`.
+        found = self.tensor.item() if self.tensor.dtype is torch.int64 else self
+        return repr(self) if is_number(found) else format(found, spec)
 
     def needed(self, by: str) -> Exception:
         """The error of code that needs the value in Python."""
@@ -171,6 +182,12 @@ def has_number(tree: Any) -> bool:
     leaves = pytree.tree_leaves(tree)
     ends = [end for leaf in leaves if isinstance(leaf, slice) for end in (leaf.start, leaf.stop)]
     return any(map(is_number, (*leaves, *ends)))
+
+
+def takes_numbers_as_tensors(func: Any) -> bool:
+    """Whether a function of torch computes with a tensor of one element as with a number."""
+    name = getattr(func, "__name__", "").strip("_")
+    return name in _TAKING or name in _EXACT
 
 
 def _computed(number: Number) -> torch.Tensor:
@@ -266,6 +283,23 @@ def _of_value(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
     return method
 
 
+_TAKING = frozenset(
+    "eq ne lt le gt ge pow rpow ipow remainder mod rmod floordiv rfloordiv floor_divide maximum "
+    "minimum clamp clamp_min clamp_max clip lerp where masked_fill fill copysign atan2 tensor "
+    "as_tensor scalar_tensor true_divide item bool int float index detach reshape to".split()
+)
+
+
+def _of_bits(name: str, is_reflected: bool) -> Callable[..., Any]:
+    function: Callable[[Any, Any], Any] = getattr(operator, f"__{name}__")
+
+    def method(self: NumberRead, other: Any) -> Any:
+        own = self.value(name, may_ask=True)
+        return function(other, own) if is_reflected else function(own, other)
+
+    return method
+
+
 _OF_INTEGER = {"int": int, "index": int, "hash": hash}
 """What Python reads of an integer whose values may be few: a place, or a number of turns."""
 _OF_INTEGERS = ("floordiv", "mod", "pow")
@@ -287,5 +321,8 @@ for _name in (
     setattr(Number, f"__{_name}__", _needs_value(f"__{_name}__"))
 for _name, _function in {"float": float, "complex": complex, **_OF_INTEGER}.items():
     setattr(NumberRead, f"__{_name}__", _of_value(_name, _function))
+for _name in ("and", "or", "xor", "lshift", "rshift"):
+    setattr(NumberRead, f"__{_name}__", _of_bits(_name, is_reflected=False))
+    setattr(NumberRead, f"__r{_name}__", _of_bits(_name, is_reflected=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(NumberRead, f"__{_name}__", _comparison(_name))

@@ -9,7 +9,7 @@ the last microbatch leaves.
 This module must not know how ranks agree on a call.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mpxla.graph.counted import CountRead, as_count
@@ -64,6 +64,15 @@ class Counters:
                 f"{function} changes {names}, and branches on values that depend on the model, "
                 f"too. Count in a buffer: register_buffer with a tensor, then self.name += 1."
             )
+        view, names = plan.view, set[str]()
+        for other in self._plans.like(call.signature, view):
+            names.update(other.counts)
+        if exact := sorted(_read_exactly(plan) & names):
+            return (
+                f"{function} changes {' and '.join(exact)}, and uses the value in a way that "
+                f"cannot be followed from one microbatch to the next (a function of NumPy, say). "
+                f"Count in a buffer: register_buffer with a tensor, then self.name += 1."
+            )
         call.ways[call.wanted] = plan
         return None
 
@@ -77,7 +86,8 @@ class Counters:
         for plan in (*plans, *given):
             for name, read in plan.counts.items():
                 call.began.setdefault(name, read.now())
-        plans = [plan for plan in plans if not _reads_exactly(plan, call.began)]
+        # Some were captured before it was known that these change in calls.
+        plans = [plan for plan in plans if _read_exactly(plan).isdisjoint(call.began)]
         drawn = {plan: as_drawn(call, plan) for plan in (*plans, *given)}
         call.ways, call.states, call.left = [None] * count, [], dict(call.began)
         call.wanted = None
@@ -120,7 +130,6 @@ def leave(call: Call, values: Mapping[str, Any]) -> None:
                 read.put(values[name])
 
 
-def _reads_exactly(plan: Plan, names: Iterable[str]) -> bool:
-    """Whether a plan was captured before it was known that some numbers change in calls."""
-    exact = {read.name for read in plan.view.reads if not isinstance(read, CountRead)}
-    return not exact.isdisjoint(names)
+def _read_exactly(plan: Plan) -> set[str]:
+    """Names of what has to have the value that it had when a plan was captured."""
+    return {read.name for read in plan.view.reads if not isinstance(read, CountRead)}

@@ -81,6 +81,9 @@ class Tracing:
         try:
             found = self._with_few_draws(signature, drawer)
         except UndecidedError as error:
+            if self.state.counts:  # which may be why
+                self.state.stop_counting()
+                return self.trace(signature, drawer and drawer.again(), may_ask)
             if signature.answers is not None or not may_ask:
                 raise CaptureError(*error.args) from error.__cause__
         else:

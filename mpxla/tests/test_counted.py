@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ class Net(nn.Module):
 
     def forward(self, x):
         h = torch.tanh(self.first(x))
+        if self.kind in OPERATIONS:
+            return OPERATIONS[self.kind](self, h)
         return self.last(getattr(self, self.kind)(h) if self.training else h / self.temperature)
 
     def counted(self, h):
@@ -247,6 +250,51 @@ def test_numbers_that_change_between_steps_become_inputs(kind, most):
         for value, wanted in found:
             close(torch.tensor(value), torch.tensor(wanted))
         assert programs <= most
+
+
+OPERATIONS = {
+    "slice": lambda net, h: h[:, : net.num_calls].sum(),
+    "count": lambda net, h: (h * torch.arange(net.num_calls).sum()).sum(),
+    "size": lambda net, h: h.view(-1, net.num_calls)[0].sum(),
+    "number of an operator": lambda net, h: h.topk(net.num_calls, -1)[0].sum(),
+    "float of an operator": lambda net, h: functional.leaky_relu(h, net.temperature).sum(),
+    "factor by name": lambda net, h: torch.add(h, h.tanh(), alpha=net.temperature).sum(),
+    "power": lambda net, h: ((h.abs() + 1) ** net.temperature).sum(),
+    "integer": lambda net, h: h[:, : int(2 * net.temperature)].sum(),
+    "bits": lambda net, h: h.sum() * (net.num_calls >> 1),
+    "text": lambda net, h: h.sum() * (2 if f"{net.num_calls}".startswith("4") else 1),
+    "type": lambda net, h: h.sum() * (net.num_calls if isinstance(net.num_calls, int) else 9),
+    "numpy": lambda net, h: h.sum() * float(np.cos(net.temperature)),
+}
+
+
+def operate(names):
+    smp.init({"microbatches": 1})
+    found = {}
+    for name in names:
+        model, plain = smp.DistributedModel(raw_model(name)), raw_model(name)
+        raw = model.module
+        step = smp.step(lambda model, x: model(x))
+        for count, temperature in ((2, 0.5), (4, 0.7), (2, 0.9), (8, 1.5)):
+            for net in (raw, plain):
+                net.num_calls, net.temperature = count, temperature
+            x = batch(count)[0]
+            found.setdefault(name, []).append((step(model, x).outputs[0].item(), plain(x).item()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["float of an operator", "text", "numpy"],
+        pytest.param([*OPERATIONS], marks=pytest.mark.slow),
+    ],
+)
+def test_operators_that_need_numbers_have_those_of_now(names):
+    (found,) = run_ranks(operate, 1, names)
+    for name, pairs in found.items():
+        for value, wanted in pairs:
+            assert value == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
 
 
 def ask_and_count():
