@@ -11,6 +11,7 @@ This module must not know how a step is captured or run.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,14 +52,28 @@ class _Call:
     where: str | None = None
     answer: Any = None
 
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether no argument is a container."""
+        given = (*self.args, *self.kwargs.values())
+        return len(pytree.tree_leaves((self.args, self.kwargs))) == len(given) and not any(
+            isinstance(value, (tuple, list, dict)) for value in given
+        )
+
     def again(self, tensors: dict[int, torch.Tensor]) -> Any:
         """Calls it with other tensors, by slot, and keeps what it returns there."""
 
         def filled(value: Any) -> Any:
             return tensors[value.number] if isinstance(value, _Slot) else value
 
-        args, kwargs = pytree.tree_map(filled, (self.args, self.kwargs))
+        if self._is_flat:  # pytree takes longer than the calls, which run for every microbatch
+            args, kwargs = map(filled, self.args), {k: filled(v) for k, v in self.kwargs.items()}
+        else:
+            args, kwargs = pytree.tree_map(filled, (self.args, self.kwargs))
         result = self.run(*args, **kwargs)
+        if len(self.results) == 1 and isinstance(result, torch.Tensor):
+            tensors[self.results[0]] = result
+            return result
         for slot, leaf in zip(self.results, pytree.tree_leaves(result), strict=True):
             if slot >= 0:
                 tensors[slot] = leaf

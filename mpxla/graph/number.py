@@ -95,10 +95,14 @@ class Number:
 class NumberRead(Number):
     """Stands for what `.item()` has read of a tensor, whose value nobody knows yet."""
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: torch.Tensor, is_own: bool = False):
+        """`is_own`: nobody else has the tensor, which is of shape [] and needs no gradient."""
         kind = tensor.dtype
         wide = torch.float64 if kind.is_floating_point else torch.int64
-        super().__init__(tensor.detach().reshape(()).to(kind if kind is torch.bool else wide))
+        kind = kind if kind is torch.bool else wide
+        if not is_own or tensor.dtype is not kind:  # a copy, which later writes do not reach
+            tensor = tensor.detach().reshape(()).to(kind, copy=True)
+        super().__init__(tensor)
 
     def __round__(self, digits: int | None = None) -> "NumberRead":
         value = _computed(self)
@@ -244,7 +248,8 @@ def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
             operands = [v.double() if isinstance(v, torch.Tensor) else v for v in operands]
         elif name in _OF_INTEGERS and not (isinstance(operands[1], int) and operands[1] > 0):
             raise self.needed(name)  # a zero would be an error in Python, a power another type
-        return kind(function(*operands))
+        found = function(*operands)
+        return NumberRead(found, is_own=True) if kind is NumberRead else kind(found)
 
     return method
 
@@ -261,7 +266,7 @@ def _comparison(name: str) -> Callable[..., Any]:
             return function(self.tensor, other)
         if is_number(other) or type(other) in (bool, int, float):
             value = _computed(other) if is_number(other) else other
-            return NumberRead(function(_computed(self), value))
+            return NumberRead(function(_computed(self), value), is_own=True)
         return NotImplemented
 
     return method

@@ -111,7 +111,16 @@ def with_tensors(h, y):
     )
 
 
-@pytest.mark.parametrize("function", [metrics, with_tensors])
+def written_later(h, y):
+    """What was read before a write stays what it was."""
+    places, wide = y + 1, h.double().clone()
+    first, value, listed = places[0].item(), wide[0, 0].item(), places.tolist()
+    places.mul_(3)
+    wide.add_(value)
+    return first, value, *listed, h * first, y + first, places[0].item(), wide[0, 0].item() - value
+
+
+@pytest.mark.parametrize("function", [metrics, with_tensors, written_later])
 def test_what_is_read_computes(function):
     model, y = nn.Linear(4, 4), torch.tensor([0, 1, 2, 2, 1])
 
