@@ -25,8 +25,13 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from mpxla.tests.ranks.launcher import become_zygote
+from mpxla.tests.ranks.sharing import share_what_is_kept
 
 __all__ = ["Failed", "Finished", "FunctionRef", "Request", "Started", "main"]
+
+_THRESHOLDS = 50_000, 20, 1_000
+"""Python searches what a trace has made for garbage, again and again; see `mpxla.collection`, which
+leaves that to processes with frozen objects. Calls end with a search of everything."""
 
 
 class FunctionRef(NamedTuple):
@@ -88,7 +93,10 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _end_with_parent(connection.fileno())
     importlib.import_module("torch")
+    gc.set_threshold(*_THRESHOLDS)
     connection.send(None)
+    if mode == "pool":
+        share_what_is_kept()
     while True:
         try:
             request = connection.recv()
