@@ -31,11 +31,12 @@ def share_what_is_kept() -> None:
     def recall_shared(
         self: kept.Kept, key: str | None, make: Callable[[], Any], *others: Callable[..., Any]
     ) -> Any:
-        if key is None or self._folder is None or make.__name__ in _TOGETHER:
+        place = os.environ.get("MPXLA_RENDEZVOUS_FILE")  # of this world alone
+        if key is None or self._folder is None or place is None or make.__name__ in _TOGETHER:
             return recall(self, key, make, *others)
         if (self._folder / (key + kept.SUFFIX)).exists():
             return recall(self, key, make, *others)
-        with _alone(Path(os.environ["MPXLA_RENDEZVOUS_FILE"]).with_name(f"{key}.lock")):
+        with _alone(Path(place).with_name(f"{key}.lock")):
             return recall(self, key, make, *others)
 
     kept.Kept.recall = recall_shared
