@@ -22,6 +22,7 @@ from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.timeline import Timeline
 from mpxla.stage.lower import LoweredStage, TracedStage
+from mpxla.stage.making import graphs_made_quickly
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import SplitBackward, split_backward
 
@@ -78,6 +79,7 @@ class Forecast:
         return tuple(fixed + saved for fixed, saved in pairs)
 
 
+@graphs_made_quickly()
 def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowering) -> Forecast:
     """Predicts a step.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from mpxla.tests.backends import name_here
 
@@ -20,8 +21,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # but for the tests marked `devic
 # Most of a test's time goes into LLVM, which makes tiny programs fast that run a few times. To run
 # the tests with code as fast as in real use: XLA_FLAGS=--xla_backend_optimization_level=3 make test
 # (The variable is there already: `import mpxla` has added a flag, and comes before this file.)
+# XLA gives LLVM a program in 32 parts, for as many threads: as one, tiny ones take half the time.
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # Python searches all of torch and the tests for garbage again and again: 0.4 s each time, a tenth
 # of what tests without ranks take. Much garbage comes of traces, which `mpxla.collection` sees to.
 gc.set_threshold(*gc.get_threshold()[:2], 1_000)
@@ -65,6 +68,13 @@ def pytest_collection_modifyitems(config, items):
     if config.option.part is not None:
         part, count = map(int, config.option.part.split("/"))
         leave_out(lambda item: (zlib.crc32(item.nodeid.encode()) - part) % count)
+
+
+@pytest.fixture(autouse=True)
+def no_code_of_graphs():
+    """Graphs get Python code where it is called, as in steps: see `mpxla.stage.making`."""
+    with _use_lazy_graph_module(True):
+        yield
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ HALF = {"fp16": True}
 @pytest.mark.parametrize(
     ("stages", "keys", "options", "tolerance"),
     [
-        (1, REPLICAS, {}, 2e-5),
+        pytest.param(1, REPLICAS, {}, 2e-5, marks=pytest.mark.slow),
         (1, REPLICAS | ZERO, {}, 2e-5),
         (1, REPLICAS | HALF, {"static_loss_scale": 256.0}, 2e-2),
         pytest.param(2, REPLICAS | STAGES, {}, 2e-5, marks=pytest.mark.slow),

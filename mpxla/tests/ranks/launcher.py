@@ -46,9 +46,9 @@ _PRELOADED = (
 Many import transformers, and the launcher patches what is imported already as well."""
 _BACKENDS = {
     "pjrt": ("mpxla.device.pjrt.backend",),
-    "": ("torch_xla", "mpxla.device.torch_xla.backend"),
+    "": ("torch_xla", "mpxla.device.torch_xla.backend", "jax", "mpxla.device.cpu_world"),
 }
-"""What ranks import of a backend, by the variable that names it."""
+"""What ranks import of a backend, by the variable that names it; jax is for collectives."""
 LATE_ENVIRON = frozenset({"MPXLA_DEVICE", "MPXLA_EAGER", "XDG_CACHE_HOME", "XLA_FLAGS"})
 """Variables that nobody reads before `smp.init`, or before the first use of a device."""
 RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}

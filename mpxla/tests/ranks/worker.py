@@ -4,6 +4,7 @@ Talks to the test process over one inherited connection. How such a process come
 it has imported by then, is the business of `launcher`.
 """
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -21,11 +22,16 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mpxla.tests.ranks.launcher import become_zygote
+from mpxla.tests.ranks.sharing import share_what_is_kept
 
 __all__ = ["Failed", "Finished", "FunctionRef", "Request", "Started", "main"]
+
+_THRESHOLDS = 50_000, 20, 1_000
+"""Python searches what a trace has made for garbage, again and again; see `mpxla.collection`, which
+leaves that to processes with frozen objects. Calls end with a search of everything."""
 
 
 class FunctionRef(NamedTuple):
@@ -87,15 +93,17 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _end_with_parent(connection.fileno())
     importlib.import_module("torch")
+    gc.set_threshold(*_THRESHOLDS)
     connection.send(None)
+    if mode == "pool":
+        share_what_is_kept()
     while True:
         try:
             request = connection.recv()
         except EOFError:
             os._exit(0)
         if mode == "once":
-            connection.send(Finished(_call(request, connection)))
-            return
+            _serve_as_a_script(request, connection)
         _serve(request, connection)
 
 
@@ -109,6 +117,30 @@ def _end_with_parent(descriptor: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait_for_hangup, name="parent-watch", daemon=True).start()
+
+
+def _serve_as_a_script(request: Request, connection: Connection) -> NoReturn:
+    """Serves a call and ends the process as the interpreter does, but for the very last.
+
+    Threads are waited for and exit handlers run. Modules and libraries are not taken apart: that
+    copies all the memory that a forked process shares with its zygote, and takes half a second.
+    """
+    code: Any = 0
+    try:
+        connection.send(Finished(_call(request, connection)))
+    except SystemExit as exit_:
+        code = exit_.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        code = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def _serve(request: Request, connection: Connection) -> None:
