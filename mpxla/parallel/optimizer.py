@@ -104,7 +104,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             refuse_with_shards(what, session.topology.tp_size)
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # Its class leaves out Optimizer.__init__, as Lookaheads do; so are pickled ones made.
-            torch.optim.Optimizer.__setstate__(optimizer, {})
+            settings_of_inner = getattr(optimizer, "defaults", {})
+            torch.optim.Optimizer.__setstate__(optimizer, {"defaults": settings_of_inner})
         self._session = session
         self._session_models = session.models
         self._models = session.models.of_optimizer(optimizer)
