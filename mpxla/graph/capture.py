@@ -64,7 +64,7 @@ from mpxla.graph.number import is_number, numbers_in_math
 from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.questions import as_question
 from mpxla.graph.shapes import static_shapes
-from mpxla.graph.sparse import has_sparse
+from mpxla.graph.sparse import refuse_sparse
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import ValueNeededError, at_user_line, explain, user_lines_recorded
 from mpxla.kept import Kept
@@ -332,7 +332,7 @@ class _StepModule(nn.Module):
         self.returned.asked = tuple(answers.lines)
         if answers.is_open:
             return self._ask(answers, tape, semantics)
-        _refuse_sparse(returned)
+        refuse_sparse(returned)
         returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
@@ -372,14 +372,6 @@ class _StepModule(nn.Module):
         returned.decisions = None if tape is None else tape.decisions()
         returned.semantics = semantics
         return tuple(answers.asked)
-
-
-def _refuse_sparse(returned: Any) -> None:
-    if has_sparse(None, returned, None):
-        raise CaptureError(
-            "The step function returns a sparse tensor, of which a step cannot make outputs. "
-            "Return tensor.to_dense(), or its indices() and values()."
-        )
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
@@ -478,6 +470,7 @@ def _captured(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     counts = Counts(none_at)
     wrapper = _StepModule(model, function, known, counts, answers, left)
+    returned = wrapper.returned
     trainable = _trainable(model, canonical_names)
     wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
     with (
@@ -505,10 +498,9 @@ def _captured(
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:
             traced = torch.export.export(wrapper, inputs, strict=False)
-            if wrapper.returned.new:
-                raise NewAttributesError(wrapper.returned.new)
+            if returned.new:
+                raise NewAttributesError(returned.new)
             keep_gradient_barriers(traced.graph_module)
-            returned = wrapper.returned
             checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
             written = frozenset(canonical_names[name] for name in returned.written)
             is_trial, num_objectives = none_at is not None, returned.num_objectives
@@ -524,7 +516,8 @@ def _captured(
             raise
         except Exception as error:
             is_final = known is not None and known.decide_sizes
-            explained = explain(error, is_final)
+            outside = returned.semantics and returned.semantics.writes.outside
+            explained = explain(error, is_final, outside or ())
             # Torch has sizes without values here that not all of its code expects, and the user's
             # code may go another way.
             is_supposed = counts.has_unknown or counts.asked

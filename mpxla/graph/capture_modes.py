@@ -89,7 +89,10 @@ class StepSemantics(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AUTOGRAD and self.of_function == (True, False):
             raise DifferentiatesInsideError
-        if func is torch.autograd.grad and not self.of_function[0]:
+        if func is torch.autograd.grad and (
+            not self.of_function[0]
+            or self._gradients.is_outside(args[0] if args else kwargs["outputs"])
+        ):
             return self._gradients.grad(*args, **(kwargs or {}))
         if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
@@ -111,7 +114,8 @@ class StepSemantics(TorchFunctionMode):
         refuse_gradients(func, args)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
-            return hook_tensor(*args, **(kwargs or {}), is_late=lambda: contents.has_backward)
+            with self:
+                return hook_tensor(*args, **(kwargs or {}), is_late=lambda: contents.has_backward)
         if func is torch.Tensor.__deepcopy__:
             with self:
                 return _deep_copy(*args)

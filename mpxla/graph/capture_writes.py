@@ -31,11 +31,13 @@ class HiddenWrites:
 
     Attributes:
         contents: of tensors that hold something else now.
+        outside: the user's lines that write to tensors of no model, in order.
     """
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
         self.contents = Contents(call)
+        self.outside: list[str] = []
         self._origins: Any = WeakTensorKeyDictionary()
         self._copied: Any = WeakTensorKeyDictionary()
 
@@ -43,6 +45,7 @@ class HiddenWrites:
         """Calls what `__torch_function__` is given."""
         name = getattr(func, "__name__", "").removesuffix(".default")
         if func == _SET_DATA:
+            self._note_outside(args[0])
             return self._set_data(*args)
         if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
             rest = {key: value for key, value in kwargs.items() if key != "tensor"}
@@ -63,7 +66,10 @@ class HiddenWrites:
                 self._call(torch.Tensor.copy_, (args[0], args[0].detach()), {})
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if is_write and name not in _NO_WRITES and args and isinstance(args[0], torch.Tensor):
+            self._note_outside(args[0])
             return self._write(func, args, kwargs)
+        if name == "batch_norm":
+            self._note_outside(args[1] if len(args) > 1 else kwargs.get("running_mean"))
         if isinstance(out := kwargs.get("out"), torch.Tensor) and self._owner(out).requires_grad:
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
             return self._write(torch.Tensor.copy_, (out, self.call(func, args, kwargs)), {})
@@ -76,6 +82,11 @@ class HiddenWrites:
     def is_copy(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
         """Whether a tensor has the values that a parameter had when the step began."""
         return self._copied.get(tensor) is parameter and tensor._version == 0
+
+    def _note_outside(self, written: Any) -> None:
+        """Notes the line that writes to a tensor which is there besides the step."""
+        if isinstance(written, torch.Tensor) and _is_outside(self._owner(written)):
+            self.outside.append(at_user_line())
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, owner = args[0], self._owner(args[0])
@@ -129,6 +140,11 @@ class HiddenWrites:
                 f"(weight = f(self.weight), and a functional call)."
             )
         self.contents.give(tensor, value)
+
+
+def _is_outside(tensor: torch.Tensor) -> bool:
+    """Tensors of the step and of its models have no values, but for those made of numbers."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _described(tensor: torch.Tensor) -> str:

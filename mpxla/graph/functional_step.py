@@ -24,6 +24,7 @@ from mpxla.graph.capture_counts import check_counts
 from mpxla.graph.chosen import fix_sizes
 from mpxla.graph.chosen_rules import rule_of
 from mpxla.graph.gradients import expand_gradients
+from mpxla.graph.gradients_in_functions import expand_gradients_in_functions
 from mpxla.graph.hooked import place_hooks
 from mpxla.graph.later_values import settle_reads
 from mpxla.graph.normalize import (
@@ -105,6 +106,7 @@ def functional_step(
     flatten_strided(graph)
     split_complex_writes(graph)
     free_layouts(graph)
+    expand_gradients_in_functions(graph)
     expand_gradients(graph)
     graph.eliminate_dead_code()
     is_trained = [r.kind is InputKind.PARAMETER and r.name in trainable for r in inputs]

@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._C import DisableTorchFunction
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,7 +32,16 @@ from mpxla.graph.stepgraph import describe, is_random
 from mpxla.graph.typed import arguments_of, input_of, outputs_of, target_of
 from mpxla.graph.user_code import line_of
 
-__all__ = ["Gradients", "expand_gradients", "is_differentiated_by"]
+__all__ = [
+    "GRADIENTS_OF",
+    "LEAF",
+    "Gradients",
+    "expand_call",
+    "expand_gradients",
+    "is_differentiated_by",
+    "path_of",
+    "without_detaches",
+]
 
 _aten = torch.ops.aten
 _library = torch.library.Library("mpxla_gradients", "DEF")
@@ -41,7 +50,7 @@ _library.define(
     "of(Tensor[] results, Tensor[] leaves, Tensor[] seeds, bool create_graph) -> Tensor[]"
 )
 _operators = torch.ops.mpxla_gradients
-_LEAF, _OF = _operators.leaf.default, _operators.of.default
+LEAF, GRADIENTS_OF = _operators.leaf.default, _operators.of.default
 _COPIED_META = ("nn_module_stack", "stack_trace")
 
 
@@ -74,7 +83,12 @@ class Gradients:
     def becomes_leaf(self, tensor: torch.Tensor) -> None:
         """Says that what is computed with a tensor depends on it from here on, not before."""
         if tensor.is_floating_point() and not tensor.requires_grad:
-            self._leaves[tensor] = _LEAF(tensor)
+            self._leaves[tensor] = LEAF(tensor)
+
+    def is_outside(self, outputs: Any) -> bool:
+        """Whether what a function of the user's differentiates was made before, in the step."""
+        known = cast(Any, get_proxy_mode()).tracer.tensor_tracker
+        return all(type(t) is FakeTensor and t not in known for t in _tuple(outputs))
 
     def grad(
         self,
@@ -99,11 +113,16 @@ class Gradients:
             ]
             return tuple(torch.stack(found) for found in zip(*each, strict=True))  # pyright: ignore[reportArgumentType]
         with _disable_current_modes(), DisableTorchFunction():
-            # Torch's own check of the call, and which gradients there are none of.
+            # Torch's own check of the call, and which gradients there are none of. In a hook, seeds
+            # may be functional, and of no use without their mode.
+            like = (
+                s if s is None else r.new_empty(s.shape, dtype=s.dtype)
+                for r, s in zip(results, seeds, strict=True)
+            )
             found: Any = torch.autograd.grad(
                 results,
                 leaves,
-                seeds,
+                tuple(like),
                 retain_graph=True,
                 allow_unused=unused,
             )
@@ -113,7 +132,7 @@ class Gradients:
         asked = [self._leaves.get(leaf, leaf) for leaf in used]
         with torch.set_grad_enabled(create_graph):
             gradients: list[torch.Tensor | None] = list(
-                _OF([r for r, _ in pairs], asked, given, create_graph)
+                GRADIENTS_OF([r for r, _ in pairs], asked, given, create_graph)
             )
         for place, leaf in enumerate(leaves):
             if found[place] is None:
@@ -127,7 +146,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 def is_differentiated_by(node: fx.Node, tensor: fx.Node) -> bool:
     """Whether a node is a call of `torch.autograd.grad` that asks for the gradient of a tensor."""
-    return node.target is _OF and tensor in arguments_of(node)[1]
+    return node.target is GRADIENTS_OF and tensor in arguments_of(node)[1]
 
 
 def expand_gradients(graph: fx.Graph) -> None:
@@ -139,22 +158,23 @@ def expand_gradients(graph: fx.Graph) -> None:
     Raises:
         CaptureError: PyTorch knows no derivative.
     """
-    calls = [node for node in graph.nodes if node.target is _OF]
+    calls = [node for node in graph.nodes if node.target is GRADIENTS_OF]
     for call in calls:
-        _expand(graph, call)
-    for node in [n for n in graph.nodes if n.target is _LEAF]:
+        expand_call(graph, call)
+    for node in [n for n in graph.nodes if n.target is LEAF]:
         node.replace_all_uses_with(input_of(node))
         graph.erase_node(node)
     free_layouts(graph)
 
 
-def _expand(graph: fx.Graph, call: fx.Node) -> None:
+def expand_call(graph: fx.Graph, call: fx.Node) -> None:
+    """Puts the operators of derivatives in the place of one call; see `expand_gradients`."""
     results, leaves, seeds, create_graph = arguments_of(call)
-    since = [_without_detaches(leaf) for leaf in leaves]
-    sources = [input_of(n) if n.target is _LEAF else n for n in since]
-    for node in _path(graph, call, results, since):
+    since = [without_detaches(leaf) for leaf in leaves]
+    sources = [input_of(n) if n.target is LEAF else n for n in since]
+    for node in path_of(graph, call, results, since):
         _open_random(graph, node)
-    path = _path(graph, call, results, since)
+    path = path_of(graph, call, results, since)
     roots = [n for n in dict.fromkeys(sources) if n not in path]
     read = [n for node in path for n in node.all_input_nodes] + list(seeds)
     outside = [n for n in dict.fromkeys(read) if n not in {*path, *roots}]
@@ -193,24 +213,24 @@ def _expand(graph: fx.Graph, call: fx.Node) -> None:
     graph.erase_node(call)
 
 
-def _without_detaches(node: fx.Node) -> fx.Node:
+def without_detaches(node: fx.Node) -> fx.Node:
     """A leaf that a region without gradients has handed out."""
     start = node
     while start.target in (_aten.detach.default, _aten.alias.default):
         start = input_of(start)
-    return start if start.target is _LEAF else node
+    return start if start.target is LEAF else node
 
 
-def _path(
+def path_of(
     graph: fx.Graph, call: fx.Node, results: Sequence[fx.Node], since: Sequence[fx.Node]
 ) -> dict[fx.Node, None]:
     """Nodes through which results depend on what they are differentiated by, in order."""
-    dependent = {n for n in since if n.target is not _LEAF}
+    dependent = {n for n in since if n.target is not LEAF}
     nodes: list[fx.Node] = []
     for node in graph.nodes:
         if node is call:
             break
-        if node in since and node.target is _LEAF:
+        if node in since and node.target is LEAF:
             dependent.add(input_of(node))
         elif node.target is not _aten.detach.default and not dependent.isdisjoint(
             node.all_input_nodes

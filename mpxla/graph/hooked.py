@@ -26,7 +26,7 @@ __all__ = ["HOOKED", "place_hooks"]
 HOOKED = "mpxla_hooked"
 """Name of the functions whose operators stand between their first arguments and other readers."""
 
-_detach = torch.ops.aten.detach.default
+_clone, _detach = torch.ops.aten.clone.default, torch.ops.aten.detach.default
 
 
 def place_hooks(graph: fx.Graph, inputs: Sequence[InputRole]) -> None:
@@ -95,6 +95,8 @@ def _twins(tensor: fx.Node, roles: dict[fx.Node, InputRole]) -> list[fx.Node]:
 def _check_reader(user: fx.Node, hook: fx.Node) -> None:
     """What a hook computes with may read the tensor as it is, if no gradient comes back."""
     value = user.meta.get("val")
+    if user.target is _clone and all(reader.target is _detach for reader in user.users):
+        return
     if isinstance(value, torch.Tensor) and value.is_floating_point() and user.target is not _detach:
         raise CaptureError(
             f"A hook on a gradient{line_of(hook)} computes with {describe(user)}, which depends on "

@@ -21,7 +21,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
-__all__ = ["Sparse", "has_sparse", "is_sparse", "run_sparse", "with_sparse_opened"]
+__all__ = ["Sparse", "has_sparse", "is_sparse", "refuse_sparse", "run_sparse", "with_sparse_opened"]
 
 
 @dataclass(eq=False)
@@ -325,6 +325,15 @@ def has_sparse(func: Any, args: Any, kwargs: Any) -> bool:
     if name in _MAKERS:
         return True
     return any(map(is_sparse, pytree.tree_leaves((args, kwargs), is_leaf=_is_object)))
+
+
+def refuse_sparse(returned: Any) -> None:
+    """Raises CaptureError where a step function returns a sparse tensor."""
+    if has_sparse(None, returned, None):
+        raise CaptureError(
+            "The step function returns a sparse tensor, of which a step cannot make outputs. "
+            "Return tensor.to_dense(), or its indices() and values()."
+        )
 
 
 def run_sparse(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -53,13 +53,22 @@ def needs_value(error: Exception) -> bool:
     return type(error).__name__ in _NEED_VALUES or any(text in str(error) for text in _OF_VALUES)
 
 
-def explain(error: Exception, is_final: bool = True) -> Exception:
+def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()) -> Exception:
     """One line of the user's code in place of a page of graph; own errors as they are.
 
-    It is not final where the values of the step's inputs may still help.
+    It is not final where the values of the step's inputs may still help. `outside` are the lines
+    that write to tensors of no model.
     """
     if isinstance(error, MpxlaError):
         return error
+    if outside and (isinstance(error, StopIteration) or "mutated" in str(error)):
+        return CaptureError(
+            f"The step function writes to a tensor that no DistributedModel holds{outside[0]}. It "
+            f"is a constant of the captured step. Make it a buffer of a module that smp."
+            f"DistributedModel has wrapped (self.register_buffer), wrap the module that it is part "
+            f"of (a teacher whose batch norms are in training mode; or call teacher.eval()), or "
+            f"return the new value and write it after the step call."
+        )
     where = _user_frame(traceback.extract_tb(error.__traceback__))
     place = f" at {where}" if where else ""
     if needs_value(error):

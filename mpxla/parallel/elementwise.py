@@ -45,11 +45,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, key: str) -> None:
     if is_elementwise(optimizer):
         return
     kind = type(optimizer)
+    found = _trial_fails(optimizer) or "its update of a parameter depends on others"
     names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
     raise ConfigError(
-        f"{key} divides parameters over replicas, and {kind.__name__} needs whole tensors: a trial "
-        f"on flat parts gave other numbers, or failed. Use an optimizer that updates every element "
-        f"by itself ({names}, or one of your own), or remove {key}."
+        f"{key} divides parameters over replicas, and {kind.__name__} needs whole tensors: "
+        f"{found}. Use an optimizer that updates every element by itself ({names}, or one of your "
+        f"own), or remove {key}."
     )
 
 
@@ -57,7 +58,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer gives the same numbers on parts of flattened parameters."""
     if type(optimizer) in ELEMENTWISE:
         return True
-    return _passes_trial(optimizer) and not mixes_parameters(optimizer)
+    return _trial_fails(optimizer) is None and not mixes_parameters(optimizer)
 
 
 def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -89,8 +90,12 @@ def _generators_kept() -> Generator[None]:
         yield
 
 
-def _passes_trial(optimizer: torch.optim.Optimizer) -> bool:
-    """Runs copies of the optimizer on a whole tensor [4, 6] and on two flat parts of it."""
+def _trial_fails(optimizer: torch.optim.Optimizer) -> str | None:
+    """Runs copies of the optimizer on a whole tensor [4, 6] and on two flat parts of it.
+
+    Returns:
+        What went wrong, if anything.
+    """
     with _generators_kept():
         torch.manual_seed(0)
         start = torch.randn(4, 6)
@@ -102,9 +107,12 @@ def _passes_trial(optimizer: torch.optim.Optimizer) -> bool:
             [start.flatten()[:7], start.flatten()[7:]],
             [[g.flatten()[:7], g.flatten()[7:]] for g in gradients],
         )
-    except Exception:  # an optimizer that was not made for this may raise anything
-        return False
-    return torch.equal(whole[0].flatten(), torch.cat(parts))
+    except Exception as error:  # an optimizer that was not made for this may raise anything
+        mode = ". If it has a mode for training, call optimizer.train() before it is wrapped"
+        text = f"a trial of it raised {type(error).__name__}: {str(error).rstrip('.')}"
+        return text + (mode if hasattr(optimizer, "train") else "")
+    is_equal = torch.equal(whole[0].flatten(), torch.cat(parts))
+    return None if is_equal else "a trial on flat parts gave other numbers"
 
 
 def _trained(

@@ -25,6 +25,7 @@ from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.norms import clip_grad_norm_
 from mpxla.parallel.optimizer_state import Numbers, OptimizerState, parameters_of
+from mpxla.parallel.own_methods import published
 from mpxla.parallel.pieces import SHARD_KEY, join_shards
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
@@ -104,7 +105,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             refuse_with_shards(what, session.topology.tp_size)
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # Its class leaves out Optimizer.__init__, as Lookaheads do; so are pickled ones made.
-            torch.optim.Optimizer.__setstate__(optimizer, {})
+            settings_of_inner = getattr(optimizer, "defaults", {})
+            torch.optim.Optimizer.__setstate__(optimizer, {"defaults": settings_of_inner})
         self._session = session
         self._session_models = session.models
         self._models = session.models.of_optimizer(optimizer)
@@ -174,9 +176,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"sharded_data_parallel_degree switches on."
             )
         try:
-            return getattr(self.optimizer, name)
+            found = getattr(self.optimizer, name)
         except AttributeError:
             raise NoSuchAttributeError(self, name, self.optimizer) from None
+        return published(found, self.optimizer, self._pieces, self._update)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

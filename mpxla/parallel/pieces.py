@@ -138,6 +138,12 @@ class OptimizerPieces:
             if store.is_divided or has_masters:
                 store.publish(names)
 
+    def versions(self) -> list[int]:
+        """How often each update copy has been written to."""
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        copies = {id(copy.parameter) for copy in self._exchanged.values() if copy is not None}
+        return [p._version for p in held if id(p) in copies]
+
     def clear_gradients(self) -> None:
         """Forgets gradients of earlier passes that wait for their reduction."""
         for store, names in self._names.items():

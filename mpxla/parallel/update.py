@@ -64,6 +64,7 @@ class CompiledUpdate:
     Attributes:
         reason: why updates are not compiled, or None.
         was_compiled: whether the last update was.
+        begins: is called before an update, if it is not None.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class CompiledUpdate:
         self._starts: dict[torch.dtype, dict[str, torch.Tensor] | None] = {}
         self.reason: str | None = None
         self.was_compiled = False
+        self.begins: Callable[[], None] | None = None
         self._pre_hook = optimizer.register_step_pre_hook(self._before)
         self._post_hook = optimizer.register_step_post_hook(self._after)
 
@@ -109,6 +111,8 @@ class CompiledUpdate:
                 self._rounding.narrow()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.begins is not None:
+            self.begins()
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         self.was_compiled = not has_closure and self._runs(optimizer)
         if not self.was_compiled:

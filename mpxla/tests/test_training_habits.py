@@ -281,7 +281,16 @@ class Lookahead(optim.Optimizer):
         }
 
 
+class BareLookahead(Lookahead):
+    """As found in others: it has no default settings either."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        del self.defaults
+
+
 OPTIMIZERS = {
+    "bare_lookahead": (BareLookahead, {"lr": 0.1, "momentum": 0.9}),
     "lookahead": (Lookahead, {"lr": 0.1, "momentum": 0.9}),
     "nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "amsgrad": (optim.Adam, {"lr": 0.02, "eps": 1e-3, "amsgrad": True}),
@@ -352,7 +361,7 @@ CASES = [
     ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
     ("zero", ["thawing_layer_by_layer", "thawing_into_new_groups"]),
     ("gradients", ["thawing_layer_by_layer"]),
-    ("stages", ["norms_read_later", "accumulation_and_clipping", "lookahead"]),
+    ("stages", ["norms_read_later", "accumulation_and_clipping", "bare_lookahead"]),
     *in_two_worlds(HABITS),
 ]
 

@@ -87,6 +87,29 @@ def test_others_are_refused(kind):
         check_elementwise(kind(parameters(), lr=0.1), "shard_gradients")
 
 
+class InMode(SignDescent):
+    """Refuses to be used before a mode is chosen, as optimizers without a schedule do."""
+
+    is_training = False
+
+    def train(self):
+        self.is_training = True
+
+    def step(self, closure=None):
+        if not self.is_training:
+            raise ValueError("not in train mode.")
+        super().step(closure)
+
+
+def test_what_a_trial_raises_is_said():
+    optimizer = InMode(parameters(), lr=0.1)
+    text = r"a trial of it raised ValueError: not in train mode\. .*call optimizer\.train"
+    with pytest.raises(ConfigError, match=text):
+        check_elementwise(optimizer, "shard_gradients")
+    optimizer.train()
+    check_elementwise(optimizer, "shard_gradients")
+
+
 def test_the_trial_leaves_the_optimizer_alone():
     mine = parameters()
     before = [p.detach().clone() for p in mine]
