@@ -33,6 +33,7 @@ from mpxla.user_lines import is_model_code
 
 __all__ = [
     "CONTAINERS",
+    "PLAIN_CONTAINERS",
     "AttributeLog",
     "Outer",
     "Read",
@@ -49,6 +50,8 @@ _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
 _MISSING, _CONSTANT, _COMPUTED = object(), object(), object()
 _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
+PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict)
+"""Those that only hold what was put there."""
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
 _DEPTH, _MOST_OBJECTS = 4, 2000
@@ -288,7 +291,7 @@ def without_counted(read: Read, counted: Set[str]) -> Read:
 
 def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
     """Adds a container with what it holds."""
-    if type(container) in (*CONTAINERS, OrderedDict, defaultdict):
+    if type(container) in PLAIN_CONTAINERS:
         contents.append((container, copy.copy(container)))
 
 

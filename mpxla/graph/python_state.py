@@ -33,6 +33,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
+    PLAIN_CONTAINERS,
     AttributeLog,
     Read,
     is_simple,
@@ -83,7 +84,7 @@ class Attempt:
         counts = Counter(read.name for read in self.outer)
         found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
         containers = (*self.outer, *(read for read, _ in self.log.filled()))
-        entries = {entry.name: entry for read in containers for entry in _entries(read)}
+        entries = {entry.name: entry for read in containers for entry in _entries(read, names)}
         computed = self.computed()
         return {
             name: read
@@ -262,10 +263,10 @@ def _is_same(one: StepGraph, other: StepGraph) -> bool:
     return lines_of(one) == lines_of(other) and _outputs(one) == _outputs(other)
 
 
-def _entries(read: Read) -> list[Read]:
-    """Numbers of a dictionary that have changed."""
+def _entries(read: Read, names: Collection[str]) -> list[Read]:
+    """Numbers of a dictionary that have changed, or that are among some names."""
     now = read.now()
-    if type(read.value) is not dict or not isinstance(now, dict):
+    if type(read.value) is not dict or type(now) not in PLAIN_CONTAINERS:
         return []
 
     def entry(key: Any, value: Any) -> Read:
@@ -274,8 +275,9 @@ def _entries(read: Read) -> list[Read]:
 
         return Read(f"{read.name}[{key!r}]", value, lambda: read.now().get(key), read.names, put)
 
-    pairs = [(key, value) for key, value in read.value.items() if as_count("", value)]
-    return [entry(k, v) for k, v in pairs if as_count("", now.get(k)) and v != now[k]]
+    numbers = {k: v for k, v in read.value.items() if as_count("", v) and as_count("", now.get(k))}
+    found = [entry(key, value) for key, value in numbers.items()]
+    return [one for one in found if one.name in names or one.value != one.now()]
 
 
 def _refuse_computed(

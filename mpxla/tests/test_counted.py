@@ -122,6 +122,9 @@ class Net(nn.Module):
     def divided(self, h):
         return h / self.temperature
 
+    def of_settings(self, h):
+        return h * progress["rate"]
+
     def every_tenth(self, h):
         return 2 * h if self.num_calls % 10 == 0 else h
 
@@ -237,13 +240,19 @@ def train_with_changes(keys, kind):
         for number in range(8):
             raw.temperature = plain.temperature = 2.0 - number / 10
             raw.num_calls = plain.num_calls = 5 * number
+            progress["rate"] = 1 + number / 4
             x = batch(number)[0]
             found.append((step(model, x).reduce_sum().item(), plain(x).sum().item()))
     return found, sum("compiled step function" in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("divided", 2), pytest.param("every_tenth", 4, marks=pytest.mark.slow)]
+    ("kind", "most"),
+    [
+        ("divided", 2),
+        ("of_settings", 2),
+        pytest.param("every_tenth", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_numbers_that_change_between_steps_become_inputs(kind, most):
     for found, programs in run_ranks(train_with_changes, 1, {"microbatches": 2}, kind):
