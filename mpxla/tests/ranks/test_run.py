@@ -103,6 +103,26 @@ def print_and_return():
     return int(os.environ["RANK"])
 
 
+def recall_together(folder):
+    from mpxla.kept import open_kept
+
+    made = []
+
+    def make():
+        time.sleep(0.3)
+        made.append(1)
+        return 3
+
+    value = open_kept(folder, "cpu").recall("ab", make, lambda value: b"%d" % value, int)
+    return value, len(made)
+
+
+def test_one_rank_makes_what_all_would_keep(tmp_path):
+    (value, num_made), (other, num_others) = run_ranks(recall_together, 2, str(tmp_path))
+    assert value == other == 3
+    assert num_made + num_others == 1
+
+
 def test_environment_is_that_of_a_launcher():
     assert run_ranks(describe_rank, 2) == [
         ["0", "2", "0", "2", "127.0.0.1"],
