@@ -115,14 +115,14 @@ class Gradients:
         with _disable_current_modes(), DisableTorchFunction():
             # Torch's own check of the call, and which gradients there are none of. In a hook, seeds
             # may be functional, and of no use without their mode.
-            like = (
+            like: Any = [
                 s if s is None else r.new_empty(s.shape, dtype=s.dtype)
                 for r, s in zip(results, seeds, strict=True)
-            )
+            ]
             found: Any = torch.autograd.grad(
                 results,
                 leaves,
-                tuple(like),
+                like,
                 retain_graph=True,
                 allow_unused=unused,
             )

@@ -132,12 +132,13 @@ def _trained(
 def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
     """A copy of an optimizer with other parameters in the place of its first one."""
     before = [list(group["params"]) for group in optimizer.param_groups]
-    first = next(p for group in before for p in group if not p.is_meta)
+    held = [p for group in before for p in group]  # without values where ranks hold parts
+    first = next((p for p in held if not p.is_meta), held[0])
     groups = [
-        {**group, "params": parameters if any(p is first for p in held) else []}
-        for group, held in zip(optimizer.param_groups, before, strict=True)
+        {**group, "params": parameters if any(p is first for p in of_group) else []}
+        for group, of_group in zip(optimizer.param_groups, before, strict=True)
     ]
-    shared = [*(p for group in before for p in group), *tensors_beside(optimizer)]
+    shared = [*held, *tensors_beside(optimizer)]
     twin = clone_optimizer(optimizer, groups, {}, copied_attributes(optimizer, shared))
 
     def heirs(parameter: torch.nn.Parameter) -> list[Heir]:
@@ -151,6 +152,8 @@ def _tried(parameter: torch.nn.Parameter, number: int, first: torch.nn.Parameter
     """A tensor of the trial, for which copies become copies of it, and zeros zeros."""
 
     def convert(value: torch.Tensor) -> torch.Tensor:
+        if first.is_meta:
+            raise ValueError("it is unknown what this would be in the trial")
         if torch.equal(value.cpu().to(first.dtype), first.detach().cpu()):
             return parameter.detach().to(value.dtype).clone()
         if value.any():

@@ -239,6 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for model in self._models:
             model.tensors.check_divided()
         self._notice_groups()
+        self._pieces.tell_of_writes()
         self._pieces.collect_gradients()
         if self._scale is not None:
             self.unscale()

@@ -25,18 +25,20 @@ def published(
     all ranks have to call it.
     """
     is_own = inspect.ismethod(found) and found.__self__ is optimizer
-    if not is_own or hasattr(torch.optim.Optimizer, found.__name__) or not pieces.num_held:
+    if not is_own or hasattr(torch.optim.Optimizer, found.__name__):
         return found
 
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not pieces.num_held:  # which is known when the model has been placed
+            return found(*args, **kwargs)
         pieces.collect_gradients()
         pieces.renew()
-        known = pieces.versions()
+        known = pieces.prints()
 
         def publish() -> None:
             nonlocal known
-            before, known = known, pieces.versions()
+            before, known = known, pieces.prints()
             if known != before:
                 pieces.publish(has_masters=True)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import CheckpointError, MpxlaError
+from mpxla.log import warn_once
 from mpxla.parallel.state_dicts import HELD_KEY
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update_copy import Range, UpdateCopy
@@ -37,6 +38,7 @@ class OptimizerPieces:
         self._wide: set[int] = set()
         self._sources: dict[int, nn.Parameter] = {}
         self._num_parts: dict[ParameterStore, int] = {}
+        self._written: dict[tuple[ParameterStore, str], tuple[int, object]] = {}
 
     @property
     def num_held(self) -> int:
@@ -112,6 +114,35 @@ class OptimizerPieces:
         """The parameter of the model that something in the groups is the master of, if it is."""
         return self._sources.get(id(parameter))
 
+    def tell_of_writes(self) -> None:
+        """Says so where something beside the optimizer has written to copies, which is lost.
+
+        Where the parameter has been written to as well, its value counts.
+        """
+        for (store, name), (version, state) in self._marks().items():
+            before, known = self._written.get((store, name), (version, state))
+            if version != before and state == known:
+                warn_once(
+                    "writes to update copies",
+                    f"what optimizer.param_groups holds of {name!r} was written to between "
+                    f"updates. That is a float32 master or a part of the parameter, which takes "
+                    f"the value of the model's parameter again: the write is lost. Write to "
+                    f"model.parameters() instead (param.data.mul_(0.9)), or in a method of the "
+                    f"optimizer that is called by smp.DistributedOptimizer.",
+                )
+
+    def _note_writes(self) -> None:
+        self._written = self._marks()
+
+    def _marks(self) -> dict[tuple[ParameterStore, str], tuple[int, object]]:
+        """The number of writes to each copy, and what changes when its parameter is written to."""
+        return {
+            (store, name): (copy.parameter._version, _state_of(store.state.parameters[name]))
+            for store, names in self._names.items()
+            for name in names
+            if (copy := store.copy_of(name)) is not None
+        }
+
     def renew(self) -> None:
         """Copies take what was written to the parameters."""
         self.renew_divided()
@@ -122,12 +153,14 @@ class OptimizerPieces:
         for store, names in self._names.items():
             if store.is_divided:
                 store.renew(names)
+        self._note_writes()
 
     def renew_masters(self) -> None:
         """Masters of whole parameters do so; before an update that is not compiled."""
         for store, names in self._names.items():
             if not store.is_divided:
                 store.renew(names)
+        self._note_writes()
 
     def publish(self, has_masters: bool) -> None:
         """After an update: parameters take the values of the copies. Collective if divided.
@@ -137,12 +170,14 @@ class OptimizerPieces:
         for store, names in self._names.items():
             if store.is_divided or has_masters:
                 store.publish(names)
+        self._note_writes()
 
-    def versions(self) -> list[int]:
-        """How often each update copy has been written to."""
-        held = (p for group in self._optimizer.param_groups for p in group["params"])
-        copies = {id(copy.parameter) for copy in self._exchanged.values() if copy is not None}
-        return [p._version for p in held if id(p) in copies]
+    def prints(self) -> list[float]:
+        """Numbers that change when something is written to a copy, by `.data` too."""
+        copies = (copy for copy in self._exchanged.values() if copy is not None)
+        held = [copy.parameter.detach().double() for copy in copies]
+        sums = [total for p in held for total in (p.sum(), p.square().sum())]
+        return torch.stack(sums).tolist() if sums else []
 
     def clear_gradients(self) -> None:
         """Forgets gradients of earlier passes that wait for their reduction."""
@@ -164,6 +199,11 @@ class OptimizerPieces:
             if position in state:
                 state[position] = cut_state(state[position], shape, start, stop)
         return {**full, "state": state}
+
+
+def _state_of(parameter: torch.Tensor) -> object:
+    is_here = parameter.device.type == "cpu"
+    return parameter._version, parameter.data_ptr() if is_here else None
 
 
 def _widened(value: Any, parameter: nn.Parameter) -> Any:

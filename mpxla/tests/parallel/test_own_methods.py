@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.tests.clients import logged
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -22,7 +23,7 @@ class Sharp(torch.optim.SGD):
     @torch.no_grad()
     def second_step(self):
         for parameter in self.param_groups[0]["params"]:
-            parameter.copy_(self.state[parameter].pop("old"))
+            parameter.data = self.state[parameter].pop("old")
         return self.step()
 
 
@@ -92,3 +93,32 @@ def test_the_model_has_what_they_write(size, config, tolerance):
     replicas = found if "ddp" in config else found[:1]
     losses = torch.stack(replicas).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(expected()), rtol=tolerance, atol=tolerance)
+
+
+def write_beside(config):
+    """Lines of the log of a loop that writes to what the groups hold, and to parameters."""
+    smp.init({"microbatches": 2, **config})
+    model = smp.DistributedModel(make_model())
+    optimizer = smp.DistributedOptimizer(Sharp(model.parameters(), lr=0.2))
+    found = []
+    groups = optimizer.param_groups
+    for held in (list, model.local_parameters, lambda: groups[0]["params"], list):
+        optimizer.zero_grad()
+        train_step(model, batches()[0].chunk(smp.rdp_size())[smp.rdp_rank()])
+        with logged() as lines:
+            with torch.no_grad():
+                for parameter in held():
+                    parameter.mul_(0.9)
+            optimizer.step()
+        found.append([line for line in lines if "the write is lost" in line])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [(1, {"bf16": True}), (2, {"ddp": True, "shard_optimizer_state": True})],
+)
+def test_other_writes_to_copies_are_told_of(size, config):
+    for found in run_ranks(write_beside, size, config):
+        assert [len(lines) for lines in found] == [0, 0, 1, 0]
+        assert "'0.weight' was written to between updates" in found[2][0]
