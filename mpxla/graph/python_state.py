@@ -159,6 +159,12 @@ class PythonState:
             CaptureError: the step computes with a value that it changes, or reads tensors that it
                 has left in a list or a dictionary.
         """
+        try:
+            return self._found(capture)
+        finally:
+            self.contents.clear()  # parameters cannot move while a copy has weak references
+
+    def _found(self, capture: Callable[[Counting], Attempt]) -> tuple[StepGraph, list[Read]]:
         while self._may_count:
             try:
                 first = capture(Counting(self._numbers))
