@@ -94,6 +94,11 @@ class Attempt:
             and name not in computed
         }
 
+    def left(self) -> list[Callable[[], None]]:
+        """Put back what it has left of plain values."""
+        outer = [partial(_put, read, read.now()) for read in self.outer if _is_changed(read)]
+        return [*self.log.left(), *outer]
+
     def computed(self) -> dict[str, Read]:
         """Those to which it has given a number that the model computes, by name."""
         outer = {r.name: r for r in self.outer if is_number(r.now()) and is_simple(r.value)}
@@ -205,8 +210,7 @@ class PythonState:
             _refuse_computed(first, computed, capture)
             reads += computed.values()
             changed = {name: read for name, read in changed.items() if name not in computed}
-        left = first.log.left()
-        left += [partial(_put, r, r.now()) for r in first.outer if _is_changed(r)]
+        left = first.left()
         try:
             once, counts = self._once(first, changed, capture) if changed else ([], set())
         except _CacheError:
@@ -294,16 +298,11 @@ def _refuse_computed(
     Raises:
         CaptureError: the step then is another one.
     """
-    left = [*first.log.left(), *(partial(_put, r, r.now()) for r in first.outer if _is_changed(r))]
+    left = first.left()
     restore(first.log, first.outer)
     for name, read in computed.items():
         _put(read, type(read.value)(2 * (read.value or 0) + 3))
-        try:
-            again = capture()
-            restore(again.log, again.outer)
-            is_same = _is_same(first.step, again.step)
-        except Exception:  # of what it finds there
-            is_same = False
+        is_same = _comes_again(first, capture)
         _put(read, read.value)
         if not is_same:
             raise CaptureError(
@@ -318,15 +317,19 @@ def _refuse_computed(
     first.log.warn(computed)
 
 
-def _refuse_counter(second: Attempt, capture: Callable[[], Attempt], name: str) -> None:
+def _comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
+    """Whether a capture gives the same step; it may raise anything by what it finds."""
     try:
-        third = capture()
-    except Exception:  # it computes with what it has left, in whatever way
-        third = None
-    if third is not None:
-        restore(third.log, third.outer)
-        if _is_same(second.step, third.step):
-            return
+        again = capture()
+        restore(again.log, again.outer)
+        return _is_same(one.step, again.step)
+    except Exception:
+        return False
+
+
+def _refuse_counter(second: Attempt, capture: Callable[[], Attempt], name: str) -> None:
+    if _comes_again(second, capture):
+        return
     raise CaptureError(
         f"The step function computes with {name}, and changes it{second.log.line(name)}. It is "
         f"captured once per program, so that the number would stay. Count in a buffer "
@@ -352,12 +355,7 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             _refill(own, filled)
         else:
             read.put(filled)
-        try:
-            again = capture()
-            restore(again.log, again.outer)
-            is_same = _is_same(first.step, again.step)
-        except Exception:  # of what tensors these are
-            is_same = False
+        is_same = _comes_again(first, capture)
         if own is left:
             _refill(own, content)
         else:

@@ -12,6 +12,7 @@ import mpxla as smp
 from mpxla.errors import CaptureError, StepError
 from mpxla.tests.clients import close, host, logged, train_step
 from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.test_python_state import batch
 
 pytestmark = pytest.mark.ranks
 
@@ -139,12 +140,6 @@ KINDS = (
     "counted annealed every_third late exponential by_place of_the_class of_an_object of_globals "
     "of_dictionaries started reset"
 ).split()
-
-
-def batch(number):
-    generator = torch.Generator().manual_seed(number)
-    x = 2 * torch.randn(8, 6, generator=generator)
-    return x, torch.randint(4, (8,), generator=generator)
 
 
 def raw_model(kind):
