@@ -17,6 +17,7 @@ from mpxla.comm.mesh import Mesh
 from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.device.cpu_world import CpuWorld
 from mpxla.device.pjrt.arrays import host_view, import_tensor, shared_tensors
+from mpxla.device.pjrt.compiling import compile_lowered
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function
 
@@ -131,7 +132,7 @@ class WorldRunner(CpuWorld):
 
     def load(self, lowered: _Lowered) -> _Lowered:
         """Compiles a program; its members may do so at different times."""
-        return lowered._replace(call=lowered.call.compile())
+        return lowered._replace(call=compile_lowered(lowered.call, "cpu"))
 
     def execute(
         self, loaded: _Lowered, operands: Sequence[torch.Tensor | None], to_host: bool

@@ -18,6 +18,7 @@ from torch import fx
 from mpxla.device.pjrt.arrays import Device
 from mpxla.device.pjrt.blas import prefers_blas, use_blas
 from mpxla.device.pjrt.cache import program_key, read_program, write_program
+from mpxla.device.pjrt.compiling import compile_lowered, told
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
@@ -30,9 +31,6 @@ from mpxla.stage.spec import TensorSpec
 Started = collections.deque[weakref.ref[jax.Array]]
 
 __all__ = ["PjrtExecutable", "compile_flat"]
-
-_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
-"""Of the compiler, by platform. XLA's 256 bits take twice as long for GELU where 512 are there."""
 
 
 class PjrtExecutable:
@@ -139,9 +137,9 @@ def compile_flat(
 
 def _key(module: fx.GraphModule, settings: str, device: Device) -> str | None:
     """What the program is kept by; None if the graph computes with something unknown."""
-    options = repr(_OPTIONS.get(device.platform))
     try:
-        return program_key(device, fingerprint(module.graph, module), settings, options)
+        graph = fingerprint(module.graph, module)
+        return program_key(device, graph, settings, told(device.platform))
     except UnknownValueError:
         return None
 
@@ -174,7 +172,7 @@ def _compiled(
     try:
         lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
         with explained(f"{name} was compiled", device):
-            compiled = lowered.compile(_OPTIONS.get(device.platform))
+            compiled = compile_lowered(lowered, device.platform)
     except MpxlaError:
         raise
     except Exception as error:  # XLA raises anything

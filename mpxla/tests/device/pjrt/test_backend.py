@@ -256,6 +256,21 @@ def test_functions_that_write_in_place_are_made_functional(backend):
     assert result.tolist() == [1.5, 1.5, 0.5, 0.5] and parameter.eq(1).all()
 
 
+@pytest.mark.parametrize("size", [(8, 4, 6), (96, 64, 80)])
+def test_products_of_bfloat16_whose_left_operand_xla_transposes(backend, size):
+    rows, left, right = size
+    columns, weights = torch.randn(left, rows).bfloat16(), torch.randn(rows, left).bfloat16()
+    other, back = torch.randn(rows, right).bfloat16(), torch.randn(left, right).bfloat16()
+
+    def both(x, y, z, w):
+        scaled = x.T * y
+        return [scaled.T @ z, scaled @ w]
+
+    found = run(backend, both, columns, weights, other, back)
+    for value, wanted in zip(found, both(columns, weights, other, back), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_marks_for_a_profiler_do_not_cut_a_program(backend):
     def update(parameter):
         with torch.autograd.profiler.record_function("step"):
