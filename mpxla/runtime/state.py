@@ -20,7 +20,7 @@ from mpxla.errors import MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.graph.parameter_attributes import held_tensors
 from mpxla.runtime.divided import DividedParameter
-from mpxla.runtime.valueless import AbsentParameter
+from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard
 
 __all__ = ["ModelState", "load_into"]
@@ -146,7 +146,7 @@ class ModelState:
 
     def leave_buffer(self, name: str) -> None:
         """Frees a buffer, which other ranks hold from now on."""
-        self.set_buffer(name, self.buffers[name].to("meta"))
+        self.set_buffer(name, without_values(self.buffers[name]))
         self.local_names = (self.local_names or frozenset()) - {name}
 
     def divide(self, index: int, size: int, threshold: int, gradients_only: bool) -> None:
@@ -260,10 +260,10 @@ class ModelState:
                 else:
                     _exchange(name, parameter, torch.device("meta"), AbsentParameter)
         for name, buffer in buffers.items():
-            is_local = name in local
-            self.set_buffer(
-                name, materialize(name, buffer).to(device) if is_local else buffer.to("meta")
-            )
+            if name in local:
+                self.set_buffer(name, materialize(name, buffer).to(device))
+            else:
+                self.set_buffer(name, without_values(buffer))
         if not self.shards:
             self.end_dividing()
 

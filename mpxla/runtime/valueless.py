@@ -2,8 +2,8 @@
 
 PyTorch's device `meta` takes part in any operator, without a word: `target.add_(source)` leaves
 `target` as it is if `source` is on another rank. So what is computed from such a parameter knows
-it, and writing it to a tensor with values is an error. The other way is none: a rank that copies
-start values into all parameters sets its own.
+it: to read its values, or to write it to a tensor with values, is an error. The other way is none:
+a rank that copies start values into all parameters sets its own. Buffers are `Valueless` itself.
 
 This module must not know where the values are.
 """
@@ -19,10 +19,12 @@ from torch.fx.experimental import _config
 from mpxla.errors import StepError
 from mpxla.user_lines import at_script_line
 
-__all__ = ["AbsentParameter", "Valueless"]
+__all__ = ["AbsentParameter", "Valueless", "without_values"]
 
 _EAGER = ("cpu", "cuda", "meta")
 _meta_settings: Any = _config
+_aten = torch.ops.aten
+_READS = {_aten._local_scalar_dense.default: "item", _aten._to_copy.default: "to"}
 _WHERE = "they are on another pipeline rank, or divided over ranks"
 _ADVICE = (
     "Use tensors of one rank only (skip parameters whose device is meta; smp.partition puts "
@@ -32,7 +34,7 @@ _ADVICE = (
 
 
 class Valueless(torch.Tensor):
-    """A parameter of other ranks, or what is computed from one."""
+    """A parameter or buffer of other ranks, or what is computed from one."""
 
     # Attributes are read in loops over all parameters: they are as quick as those of any tensor.
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
@@ -50,21 +52,46 @@ class Valueless(torch.Tensor):
             return _tensor_by_tensor(func, args, kwargs)
         return _without_values(func, args, kwargs)
 
+    # PyTorch refuses these for subclasses, with a text that helps nobody.
+    def tolist(self) -> Any:
+        """Raises, as there are no values."""
+        raise _unreadable("tolist")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises, as there are no values."""
+        raise _unreadable("numpy")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Raises, as there are no values."""
+        raise _unreadable("numpy")
+
+
+def _unreadable(name: str) -> StepError:
+    return StepError(
+        f"the values of a parameter or buffer were asked for by .{name}() or a form of it at "
+        f"{at_script_line()}, and it has none here: {_WHERE}. {_ADVICE}"
+    )
+
 
 def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
         try:
             result = func(*args, **kwargs)
-        except NotImplementedError:  # the result's shape depends on values: any will do
+        except NotImplementedError as error:
+            if func in _READS:
+                raise _unreadable(_READS[func]) from error
+            # The result's shape depends on values: any will do.
             with _meta_settings.patch(meta_nonzero_assume_all_nonzero=True):
                 result = func(*args, **kwargs)
         except RuntimeError as error:
+            if func in _READS:
+                raise _unreadable(_READS[func]) from error
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             if all(t.is_meta or t.dim() == 0 for t in tensors):
                 raise
             raise StepError(
                 f"torch.{_name(func)} was called at {at_script_line()} with tensors of this rank "
-                f"and with a parameter that has no values here: {_WHERE}. {_ADVICE}"
+                f"and with a parameter or buffer that has no values here: {_WHERE}. {_ADVICE}"
             ) from error
         if func is torch.ops.aten.detach.default and type(args[0]) in (AbsentParameter, _Detached):
             return result.as_subclass(_Detached)
@@ -115,6 +142,11 @@ class _Detached(Valueless):
         return AbsentParameter(bare, requires_grad)
 
 
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The shape of a buffer that other ranks hold."""
+    return _marked(tensor.to("meta"))
+
+
 def _marked(result: torch.Tensor) -> torch.Tensor:
     if type(result) is not torch.Tensor or result.device.type != "meta":
         return result
@@ -141,8 +173,8 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 def _check_write(func: Any, target: torch.Tensor, sources: Sequence[Any]) -> None:
     if target.device.type != "meta" and _is_valueless(sources):
         raise StepError(
-            f"{_name(func)} writes to a tensor of this rank from a parameter that has no values "
-            f"here at {at_script_line()}: {_WHERE}, and nothing would come of it. {_ADVICE}"
+            f"{_name(func)} writes to a tensor of this rank from a parameter or buffer that "
+            f"has no values here at {at_script_line()}: {_WHERE}, and nothing would come of it. {_ADVICE}"
         )
 
 

@@ -155,7 +155,8 @@ def train(keys, kind, num_steps):
             losses += [loss.item() for loss in step(model, *batch(number)).outputs]
             optimizer.step()
     state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-    return torch.tensor(losses), state, {type(b) for b in model.module.buffers()}, lines
+    here = [buffer for buffer in model.module.buffers() if not buffer.is_meta]
+    return torch.tensor(losses), state, {type(buffer) for buffer in here}, lines
 
 
 def compare(kind, stages):
@@ -165,7 +166,7 @@ def compare(kind, stages):
     for losses, state, buffer_types, _ in results:
         close(losses, expected)
         close(state, parameters)
-        assert buffer_types == {torch.Tensor}
+        assert buffer_types <= {torch.Tensor}
     return [lines for *_, lines in results]
 
 

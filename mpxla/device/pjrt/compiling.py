@@ -33,10 +33,11 @@ def _has_bare_products(compiled: jax.stages.Compiled) -> bool:
     folds transposes into them afterwards: `(x.T * y).T @ z` sums over the rows of its left operand
     then. YNN does not take that, XLA's own code takes no bfloat16, and the call fails.
     """
-    return any(
+    executable = compiled.runtime_executable()
+    return executable is not None and any(
         instruction.opcode.name == "kDot"
         and any(" = bf16[" in operand.to_string() for operand in instruction.operands())
-        for module in compiled.runtime_executable().hlo_modules()
+        for module in executable.hlo_modules()
         for computation in module.make_nonfusion_computations()
         for instruction in computation.instructions()
     )

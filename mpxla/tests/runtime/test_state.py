@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.errors import MpxlaError
+from mpxla.errors import MpxlaError, StepError
 from mpxla.runtime.state import ModelState, load_into
 
 pytestmark = pytest.mark.unit
@@ -102,6 +102,20 @@ def test_what_modules_have_computed_of_parameters_does_not_hold_them():
     state.place(["weight_g", "weight_v"], CPU)
     assert module.bias.device.type == "meta"
     assert torch.equal(module.weight, value) and module.weight.grad_fn is None
+
+
+def test_buffers_of_other_ranks_are_known_to_have_no_values():
+    model = Tied()
+    state = ModelState(model)
+    state.place([n for n in [*state.parameters, *state.buffers] if n != "table"], CPU)
+    for _ in range(2):
+        average = torch.zeros(2)
+        with pytest.raises(StepError, match="parameter or buffer that has no values here"):
+            average.mul_(0.9).add_(model.head.table, alpha=0.1)
+        assert model.head.table is model.table and model.table.is_meta
+        state.adopt_buffer("table", torch.ones(2))
+        assert average.add_(model.head.table).tolist() == [1, 1]
+        state.leave_buffer("table")
 
 
 def test_buffers_are_replaced_wherever_they_are():

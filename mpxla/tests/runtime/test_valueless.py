@@ -3,6 +3,7 @@
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,6 +38,26 @@ def test_writes_from_what_has_no_values_are_refused(kind, write):
     with torch.no_grad(), pytest.raises(StepError, match=r"no values here at .*valueless.py:.*"):
         write(own, absent(kind))
     assert own.tolist() == [1, 1, 1]
+
+
+READS = {
+    "item": lambda other: other.sum().item(),
+    "number": lambda other: float(other[0]),
+    "branch": lambda other: bool(other.any()),
+    "cpu": lambda other: other.data.cpu(),
+    "to": lambda other: other.to("cpu", torch.float64),
+    "list": lambda other: other.tolist(),
+    "numpy": lambda other: other.detach().numpy(),
+    "array": np.asarray,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("kind", [AbsentParameter, DividedParameter])
+def test_values_that_are_not_here_are_not_given(kind, read):
+    asked = r"asked for by \.(item|to|tolist|numpy)\(\) .* at .*valueless.py:.*: they are on another"
+    with torch.no_grad(), pytest.raises(StepError, match=asked):
+        read(absent(kind))
 
 
 def test_what_sets_start_values_of_all_parameters_goes_on():
