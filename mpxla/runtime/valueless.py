@@ -174,7 +174,8 @@ def _check_write(func: Any, target: torch.Tensor, sources: Sequence[Any]) -> Non
     if target.device.type != "meta" and _is_valueless(sources):
         raise StepError(
             f"{_name(func)} writes to a tensor of this rank from a parameter or buffer that "
-            f"has no values here at {at_script_line()}: {_WHERE}, and nothing would come of it. {_ADVICE}"
+            f"has no values here at {at_script_line()}: {_WHERE}, and nothing would come of it. "
+            f"{_ADVICE}"
         )
 
 

@@ -55,7 +55,7 @@ READS = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.parametrize("kind", [AbsentParameter, DividedParameter])
 def test_values_that_are_not_here_are_not_given(kind, read):
-    asked = r"asked for by \.(item|to|tolist|numpy)\(\) .* at .*valueless.py:.*: they are on another"
+    asked = r"asked for by \.(item|to|tolist|numpy)\(\) .* at .*valueless.py:.*: they are on an"
     with torch.no_grad(), pytest.raises(StepError, match=asked):
         read(absent(kind))
 
