@@ -212,9 +212,9 @@ class Models:
         """
         session, line = current(), at_user_line()  # an error after smp.shutdown()
         try:
-            self.engine.calls.meet(what, line)
+            self.engine.calls.meetings.pipeline(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):
-                self.engine.calls.meet_replicas(what, line)
+                self.engine.calls.meetings.replicas(what, line)
                 self._rounds.attendance.meet(what, line)
             yield
         except RankMismatch as error:

@@ -33,6 +33,7 @@ from mpxla.runtime.call import (
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.counting import Counters, leave
 from mpxla.runtime.identity import Identities
+from mpxla.runtime.meetings import Meetings
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.model_watch import ModelView, ModelWatch
 from mpxla.runtime.number_policy import NumberPolicy
@@ -60,9 +61,6 @@ from mpxla.session import Session
 
 __all__ = ["Calls"]
 
-_MEETING = "meeting"
-"""Kind of an announcement of what is no step."""
-
 
 class Calls:
     """Calls of step functions on one rank, and the plans that they have led to.
@@ -73,6 +71,7 @@ class Calls:
 
     Attributes:
         control: announcements inside the pipeline.
+        meetings: where ranks come together outside of steps.
         plans: what runs each kind of call.
     """
 
@@ -87,6 +86,7 @@ class Calls:
         self._sharing = Sharing(session.objects, sharing, session.backend, is_prescaled)
         sharded = session.topology.sdp_group(session.rank)
         self._sharded = ShardedCalls(session.objects, sharded)
+        self.meetings = Meetings(session, self.control, self._sharded)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
@@ -99,41 +99,6 @@ class Calls:
         self._num_replicas = len(session.topology.rdp_group(session.rank))
         self._asking = Asking(self.plans, self._num_replicas)
         self._counters = Counters(self.plans)
-
-    def meet(self, what: str, line: str) -> None:
-        """Before something that the ranks of a pipeline do together outside of steps.
-
-        The first rank announces it as it announces steps, so that all see who does something else.
-
-        Args:
-            what: the call, as in "model.state_dict()".
-            line: the user's, as `at_user_line` gives it.
-
-        Raises:
-            RankMismatch: the first rank of the pipeline does something else.
-        """
-        if self._pp_rank == 0:
-            self.control.announce((_MEETING, what, line))
-            return
-        with self._session.progress.meeting(what):
-            kind, announced, *rest = self.control.follow()
-        if announced == what:
-            return
-        first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
-        raise RankMismatch(_apart(first, self._session.rank, self._pp_rank, f"{what}{line}", what))
-
-    def meet_replicas(self, what: str, line: str) -> None:
-        """The same for what all ranks do together, where replicas compare every step call.
-
-        Args:
-            what: the call.
-            line: the user's.
-
-        Raises:
-            RankMismatch: another replica does something else.
-        """
-        if self._pp_rank == 0:
-            self._sharded.compare(what, None, line)
 
     def agree(
         self, name: str, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -372,18 +337,14 @@ class Calls:
         return [plan.signature for plan in self.plans]
 
     def _follow(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        kind, announced, *rest = self.control.follow()
-        if kind == _MEETING:
-            first, own = f"{announced}{rest[0]}", f"the step function {name}{at_user_line()}"
-            text = _apart(first, self._session.rank, self._pp_rank, own, announced)
-            raise RankMismatch(text)
+        message = kind, announced, *rest = self.control.follow()
+        self.meetings.check(message, f"the step function {name}{at_user_line()}")
         if announced != name:
             raise RankMismatch(
                 f"pp_rank 0 calls the step function {announced} while rank {self._session.rank} "
                 f"(pp_rank {self._pp_rank}) calls {name}. All ranks of a pipeline have to call the "
                 f"same step functions in the same order."
             )
-        message = kind, announced, *rest
         raise_announced(message)
         if kind == "new":
             signature = received(rest[0], args, kwargs)
@@ -562,15 +523,6 @@ class Calls:
             return "by random numbers, Python decides otherwise"
         counted = self._counters.reason(signature)
         return counted or describe_change(signature, self._known())
-
-
-def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
-    """Text of the error of ranks that do not meet."""
-    return (
-        f"pp_rank 0 called {first}, while rank {rank} (pp_rank {pp_rank}) called {own}. All ranks "
-        f"of a pipeline have to call {what}, since each holds a part of the model: call it "
-        f"outside of `if smp.rank() == 0:`, and use the result on one rank."
-    )
 
 
 def _problem_of_flag(plan: Plan) -> str:
