@@ -148,11 +148,6 @@ class Reduced(NamedTuple):
 class BucketedReduction:
     """The reduction of one model's gradients, times a factor, in one training step.
 
-    Args:
-        reducer: of the model.
-        flow: which gradients the step gives.
-        factor: what they are multiplied by.
-
     Attributes:
         description: what is reduced, in words that are equal on replicas that do the same.
         source: index of the replica whose buffers count.

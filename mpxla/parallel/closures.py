@@ -32,10 +32,6 @@ Closure = Callable[[], Any]
 class ClosureSteps:
     """Steps of one optimizer that call a closure.
 
-    Args:
-        contents: the inner optimizer, its parameters by position, and update copies.
-        session: configuration, topology and device.
-
     Attributes:
         are_needed: whether it cannot step without a closure.
     """
@@ -97,12 +93,8 @@ class ClosureSteps:
 class _WholeUpdate:
     """Runs an optimizer on host copies of all its parameters, of all ranks of a pipeline.
 
-    Every rank of every replica steps its copies with equal numbers. The optimizer's state is that
-    of its first parameter, and shown there.
-
-    Args:
-        contents: the inner optimizer, with one param group, and the position of each parameter.
-        session: topology, communication and device.
+    Every rank of every replica steps its copies with equal numbers. The optimizer has one param
+    group; its state is that of its first parameter, and shown there.
     """
 
     def __init__(self, contents: OptimizerState, session: Session):
@@ -113,12 +105,7 @@ class _WholeUpdate:
         self._shown: dict[str, Any] | None = None
 
     def step(self, closure: Closure, collect: Callable[[], object]) -> Any:
-        """One step. All ranks call it.
-
-        Args:
-            closure: runs the step function, and returns the loss.
-            collect: brings gradients to where optimizers look for them.
-        """
+        """One step; all ranks call it. `collect` brings gradients to where optimizers look."""
         host, is_first = self._settled(), True
 
         def evaluated() -> float:

@@ -106,16 +106,11 @@ def _scaled(
 
 
 class GradientNorm:
-    """Norm and clipping of the gradients of one rank's models.
+    """Norm and clipping of the gradients of one rank's models, which may become more.
 
-    Args:
-        reducers: those of the models, which know where gradients are; may become more.
-        transport: the session's transport.
-        backend: compiles and runs the programs.
-        replica: global ranks that hold a replica, with their own parts of split parameters.
-        world: all ranks.
-        counts: (label of a model, name of a parameter) -> whether this rank counts it, among those
-            that share the tensors of its partition.
+    A replica's ranks have their own parts of split parameters. `counts` says of a model's label and
+    a parameter's name whether this rank counts it, among those that share the tensors of its
+    partition.
     """
 
     def __init__(

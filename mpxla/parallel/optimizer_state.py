@@ -282,11 +282,9 @@ class OptimizerState:
                     yield StatePiece(name, key, value)
 
     def load_entries(self, saved: "ShardReader", saved_names: Mapping[str, str]) -> None:
-        """Loads the state of this rank's parameters. After partitioning.
+        """Loads the state of this rank's parameters from a checkpoint. After partitioning.
 
-        Args:
-            saved: the checkpoint.
-            saved_names: parameter -> the name under which it was saved, where that is another one.
+        `saved_names` has the name under which a parameter was saved, where that is another one.
         """
         index, shards, kind = saved.index, self.shards(), "optimizer"
         names = {at: saved_names.get(name, name) for at, name in self._names().items()}

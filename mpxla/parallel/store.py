@@ -81,10 +81,7 @@ def exchange_gradients(
 ) -> None:
     """Exchanges gradients for what is computed from them, which may take their memory.
 
-    Args:
-        owners: have a gradient each.
-        backend: of their device.
-        compute: takes the gradients and gives the new ones; they are donated.
+    The owners have a gradient each; what `compute` takes is donated.
     """
     held = backend.adopt([p.grad for p in owners if p.grad is not None])
     set_gradients(owners, [None] * len(owners))  # what somebody sees is not donated

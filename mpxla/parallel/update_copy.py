@@ -76,13 +76,7 @@ def rounding(dtypes: Sequence[torch.dtype], *masters: torch.Tensor) -> list[torc
 
 
 class Copies:
-    """Update copies of parameters, of one type: the whole, or a part of each.
-
-    Args:
-        parameters: the compute copies, by name.
-        extents: of each, which elements; None for all.
-        dtype: of the update copies.
-        programs: compiles and runs.
+    """Update copies of parameters, of one type: the whole, or the elements of an extent of each.
 
     Attributes:
         names: of the parameters.

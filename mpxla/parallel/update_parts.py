@@ -76,12 +76,7 @@ def update_in_parts(
 ) -> UpdateInParts | None:
     """Compiles an update in parts; None where it is small, or where all depends on all.
 
-    Args:
-        name: for messages.
-        module: the update; its nodes have values.
-        inputs: specs of its arguments.
-        changed: the place among the arguments that each result replaces.
-        backend: compiles it.
+    `changed` is that of `UpdateInParts`.
     """
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -84,7 +84,9 @@ class Slots:
     """The tensors of one update in the order of the program's arguments, and the way back.
 
     From step to step the same parameters have new gradients and new state: `renew` finds them where
-    the last ones were, for a fraction of what finding their arrangement costs.
+    the last ones were, for a fraction of what finding their arrangement costs. Constants are what
+    `constants_of` says; `source_of` gives the parameter that something in the groups is the master
+    of.
 
     Attributes:
         tensors: parameters, their gradients, their state; every tensor once.
@@ -106,15 +108,6 @@ class Slots:
         backend: Backend,
         source_of: Callable[[torch.nn.Parameter], torch.nn.Parameter | None] = lambda _: None,
     ):
-        """Finds them.
-
-        Args:
-            optimizer: the optimizer.
-            trained: the parameters with a gradient, by group.
-            constants: what `constants_of` says.
-            backend: of the parameters' device.
-            source_of: the parameter that something in the groups is the master of, if it is one.
-        """
         self._optimizer = optimizer
         self._backend = backend
         self.trained = trained
@@ -197,10 +190,6 @@ class Slots:
     def renew(self, trained: _Trained, constants: tuple[Any, ...]) -> bool:
         """Takes the tensors of another step, if they are arranged like those of the last one.
 
-        Args:
-            trained: the parameters with a gradient now, by group.
-            constants: what `constants_of` says now.
-
         Returns:
             Whether they are; otherwise this object must not be used any more.
         """
@@ -241,9 +230,7 @@ class Slots:
 
         A view that somebody sees keeps its memory from being taken, and those here would. So do
         views that users hold: parameters with such keep their memory, and are written to later.
-
-        Args:
-            arguments: those of the program. Parameters among them are replaced by their values.
+        Parameters among the program's arguments are replaced by their values.
         """
         taken = set(self.donated)
         for state, key, place in self._entries:
