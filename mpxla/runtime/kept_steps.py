@@ -38,12 +38,7 @@ _Decision = tuple[str, dict[str, Any], dict[str, float]]
 
 
 class KeptSteps:
-    """Keeps what is found out about steps.
-
-    Args:
-        kept: where.
-        backend: for which steps are lowered and measured.
-    """
+    """Keeps what is found out about steps."""
 
     def __init__(self, kept: Kept, backend: Backend):
         self._kept, self._backend = kept, backend
@@ -64,11 +59,7 @@ class KeptSteps:
         """A log line, chosen keys, measured seconds of operators: an earlier start's, or new ones.
 
         That also lets starts of a job compute the same numbers, where a measurement would differ.
-
-        Args:
-            step: the step.
-            facts: what else decides.
-            decide: finds them.
+        `facts` are what else decides.
         """
 
         def read(found: bytes) -> _Decision:
@@ -83,13 +74,7 @@ class KeptSteps:
         facts: Any,
         plan: Callable[[], dict[int, PlannedStage]],
     ) -> dict[int, PlannedStage]:
-        """The stages of a rank as `plan_stages` lowers them.
-
-        Args:
-            stages: those of the rank.
-            facts: what else decides.
-            plan: lowers them.
-        """
+        """The stages of a rank as `plan_stages` lowers them; `facts` are what else decides."""
         key = self._key_of_stages(stages, facts)
         return self._kept.recall(key, plan, _dumped, lambda found: _restored(found, stages))
 

@@ -41,11 +41,7 @@ class StepReduction(Protocol):
 class Gradients:
     """The gradients of one plan in one call, which may run it in several passes.
 
-    Args:
-        reduction: of the call.
-        scale: what the gradient of every microbatch's objective is.
-        whole: gradients of all plans of the call, which this one adds to.
-        first: number of its first stage among those of all plans.
+    It adds to the gradients of all plans of the call, whose stages are numbered together.
 
     Attributes:
         is_last: whether the pass that runs is the plan's last one in the call.
