@@ -25,10 +25,7 @@ _HOOKS = ("__setstate__", "__reduce__", "__reduce_ex__", "__new__")
 
 
 def foreign_classes(file: Any) -> tuple[list[Any], list[str]]:
-    """Sorts the classes and functions of a file that torch's safe loader does not know.
-
-    Args:
-        file: what `torch.save` wrote, or its path.
+    """Sorts the classes and functions of a file, or of its path, that torch's loader refuses.
 
     Returns:
         (what may be loaded, for `torch.serialization.safe_globals`; dotted paths of what may not).

@@ -70,12 +70,7 @@ def check_agreement(
 ) -> None:
     """Raises on every rank of the group if the descriptions differ; all of them must call.
 
-    Args:
-        objects: the session's object communication.
-        group: global ranks.
-        description: what this rank has, in lines.
-        what: completes "ranks [1] ... than rank 0".
-        advice: what to do.
+    `what` completes "ranks [1] ... than rank 0"; descriptions are lines.
 
     Raises:
         RankMismatch: with the first line that differs.

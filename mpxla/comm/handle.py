@@ -128,11 +128,8 @@ class FailureWatch:
     ) -> None:
         """Starts with everybody alive.
 
-        Args:
-            rank: Global rank of this process.
-            world_size: Number of ranks.
-            stall_warning_s: A wait as long as this is logged, again after every doubling.
-            settle_s: How long a message of a rank that has left may still be under way.
+        A wait as long as `stall_warning_s` is logged, again after every doubling. For `settle_s` a
+        message of a rank that has left may still be under way.
         """
         self.rank = rank
         self.world_size = world_size

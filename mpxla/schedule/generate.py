@@ -157,12 +157,7 @@ def generate(
 ) -> list[list[Action]]:
     """Generates the schedule that the configuration names, by the function of that name.
 
-    Args:
-        pipeline: a name in `SCHEDULES`, which are values of the key `pipeline`.
-        num_microbatches: microbatches of a step.
-        placement: pipeline rank of every stage.
-        active_microbatches: most microbatches in flight at a stage.
-        training: whether there are backwards; without them, every name means `forward_only`.
+    Names are those in `SCHEDULES`; without backwards, every one means `forward_only`.
 
     Returns:
         One list of actions per pipeline rank, up to the highest in `placement`.

@@ -98,11 +98,7 @@ def candidates(
 ) -> list[Candidate]:
     """All sensible combinations, with several limits of microbatches in flight each.
 
-    Args:
-        num_ranks: pipeline ranks.
-        microbatch_counts: numbers of microbatches to try.
-        stages_per_rank: numbers of virtual stages to try; a V always has two.
-        pipelines: schedules to try.
+    A V always has two stages per rank.
     """
     found: dict[Candidate, None] = {}
     per_rank_choices = tuple(stages_per_rank)
@@ -124,13 +120,8 @@ def search(
 ) -> list[Found]:
     """Simulates candidates and sorts those that fit into memory, the fastest first.
 
-    Args:
-        num_ranks: pipeline ranks.
-        tried: candidates.
-        costs_of: gives the costs of a step cut for a candidate.
-        memory_limit_bytes: most bytes on any rank; None: no limit.
-        horizon: how many computes before their backward saved values come back from the host; None:
-            they stay on the device.
+    With a horizon, saved values are moved to the host, and come back so many computes before their
+    backward.
 
     Returns:
         What fits; of equally fast ones the one with less memory first.
