@@ -515,7 +515,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _agree_on_seed(self) -> None:
         """The noise of rounding is that of rank 0, whatever seeds other processes have."""
-        if self._rounding is not None and not self._rounding.has_seed:
+        if self._rounding is not None and self._rounding.seed is None:
             session = self._session
             world = session.topology.world_group()
             self._rounding.seed = session.objects.allgather(torch.initial_seed(), world)[0]

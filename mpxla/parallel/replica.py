@@ -57,11 +57,6 @@ class Replica:
         return self.transport.rank
 
     @property
-    def index(self) -> int:
-        """This rank's place in `group`."""
-        return self.group.index(self.rank)
-
-    @property
     def count(self) -> int:
         """Number of replicas."""
         return len(self.group)

@@ -219,7 +219,7 @@ class CompiledUpdate:
             graph = recall_update(*arguments, (False, rate.dtype, self._counts, origins))
         if self._backend.donates:
             return self._backend.compile(UPDATE, graph, inputs, slots.donated)
-        parts = update_in_parts(UPDATE, graph, inputs, slots.changed, self._backend)
+        parts = update_in_parts(UPDATE, graph, inputs, slots.arrangement.changed, self._backend)
         return parts or self._backend.compile(UPDATE, graph, inputs)
 
     def _give_up(self, reason: str) -> None:

@@ -33,7 +33,7 @@ def exchange_results(
 ) -> dict[int, Result]:
     """Sends this rank's results, by (result index, microbatch), and expects those of the others."""
     shown = {p.result for p in cut.step.prints if p.check is None}  # where they are
-    owned = cut.owner_of_result().items()
+    owned = ((i, stage.index) for stage in cut.stages for i in stage.results)
     owner = {i: cut.placement[s] for i, s in owned if i not in shown}
     specs = cut.result_specs()
     indices = {rank: [i for i in sorted(owner) if owner[i] == rank] for rank in set(owner.values())}
