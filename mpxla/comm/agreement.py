@@ -31,13 +31,8 @@ def agreed(
 ) -> list[_T]:
     """What every rank of the group has; all of them must call.
 
-    Args:
-        objects: the session's object communication.
-        group: global ranks.
-        own: what this rank has.
-        text: (ranks that have something else than the first rank of the group, what that one has,
-            what the first of them has) -> the error's.
-        key: what has to be equal of it.
+    `text` makes the error's of (ranks that have something else than the first rank of the group,
+    what that one has, what the first of them has); what has to be equal of it is its key.
 
     Raises:
         RankMismatch: ranks have something else; on all of them.

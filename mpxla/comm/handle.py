@@ -55,13 +55,10 @@ class Handle(Generic[T]):
         peers: Iterable[int] = (),
         awaited: Iterable[int] | None = None,
     ) -> None:
-        """Makes a handle that is not complete.
+        """Makes a handle that is not complete, of a communication as in `values from rank 2`.
 
-        Args:
-            watch: Ends waits when a rank fails.
-            what: The communication in words, as in `stage values from rank 2`.
-            peers: Ranks without which the communication cannot complete.
-            awaited: Ranks that have to come to it, who may have left after that; `peers` if None.
+        It cannot complete without its peers. Those that are awaited have to come to it, and may
+        have left after that; by default they are the peers.
         """
         self._watch = watch
         self._is_done = False
@@ -78,13 +75,7 @@ class Handle(Generic[T]):
         return self._is_done
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Waits until the communication is complete.
-
-        Args:
-            timeout_s: Longest wait; None waits for as long as all needed ranks live.
-
-        Returns:
-            What the communication gave.
+        """Waits until the communication is complete, as long as all needed ranks live.
 
         Raises:
             PeerFailure: A rank failed, or a needed rank left, before this was complete.

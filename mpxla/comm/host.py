@@ -227,13 +227,10 @@ class HostTransport:
                     self._collectives[ranks] = _Collectives(ranks, group, self.watch)
 
     def gather_by_host(self, groups: Sequence[Group], hosts: Sequence[int]) -> list[Group]:
-        """Lets gathers over groups go across hosts first, where that saves something.
+        """Lets gathers over groups go across hosts first; gives the groups for which it does.
 
         Every rank calls it, with equal arguments, once the groups are made; `hosts` has, of every
         rank of the world, the number of its host.
-
-        Returns:
-            Those of the groups whose gathers do.
         """
         found = {ranks: rows for ranks in groups if (rows := rows_by_host(ranks, hosts))}
         for ranks, rows in found.items():

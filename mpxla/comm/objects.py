@@ -114,11 +114,7 @@ class Objects:
         return self._form.restore(self._take(src, what), src, self._transport.rank)
 
     def allgather(self, obj: Any, ranks: Group) -> list[Any]:
-        """Exchanges objects; every rank of `ranks` calls it.
-
-        Returns:
-            What every rank passed, in the order of `ranks`.
-        """
+        """What every rank passes, in the order of `ranks`, each of which calls it."""
         ranks = tuple(ranks)
         data = self._form.dump(obj, f"allgather with ranks {ranks}")
         own = pack([self._seal.close(data, self._channel, ranks), data])

@@ -83,11 +83,7 @@ def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _trial_fails(optimizer: torch.optim.Optimizer) -> str | None:
-    """Runs copies of the optimizer on a whole tensor [4, 6] and on two flat parts of it.
-
-    Returns:
-        What went wrong, if anything.
-    """
+    """What goes wrong on a whole tensor [4, 6] and on two flat parts of it, if anything does."""
     with python_random_kept(), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         start = torch.randn(4, 6)

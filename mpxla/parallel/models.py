@@ -99,11 +99,7 @@ class Models:
     def add(
         self, model: "DistributedModel", member: Member, options: ReductionOptions
     ) -> tuple[str, GradientReducer]:
-        """Takes in a model.
-
-        Returns:
-            (its label, what reduces its gradients).
-        """
+        """Takes in a model; gives its label, and what reduces its gradients."""
         session = self._session
         label = self.engine.add(member)
         replica = Replica(
@@ -201,11 +197,8 @@ class Models:
         """Around a call of the user that several ranks make together, after partitioning.
 
         A rank that does something else meanwhile (the next step, the end of the script) is an error
-        on all ranks that names the call and its line.
-
-        Args:
-            what: the call, as in "model.state_dict()".
-            ranks: global ranks that make it: those of the pipeline, or more.
+        on all ranks that names the call and its line. The ranks are global: those of the pipeline,
+        or more.
 
         Raises:
             RankMismatch: another rank does something else.

@@ -29,13 +29,9 @@ class UpdateInParts:
     """Some programs as one `Executable`, which takes the memory of its arguments.
 
     The list of arguments it is called with loses what is replaced; new values take the places. So
-    the caller has a value of everything, also after an error in the middle.
-
-    Args:
-        name: for messages.
-        parts: each with the places of its arguments and of its results.
-        changed: the place among the arguments that each result replaces.
-        backend: runs them.
+    the caller has a value of everything, also after an error in the middle. Each part comes with
+    the places of its arguments and of its results; `changed` has the place among all arguments that
+    each result replaces.
     """
 
     def __init__(

@@ -52,13 +52,10 @@ def plan_stages(
     divide: Callable[[LoweredStage], LoweredStage] = lambda lowered: lowered,
     tells: bool = True,
 ) -> dict[int, PlannedStage]:
-    """Lowers the stages of one rank.
+    """Lowers the stages of one rank; gives them by index.
 
     `divide` makes a lowered stage take parts of the parameters that are `divided`; `for_speed` is
     that of `TracedStage`. How much of a number of bytes is used is logged if the function `tells`.
-
-    Returns:
-        The stages by index.
 
     Raises:
         ConfigError: the rank cannot do with so many bytes.

@@ -130,11 +130,7 @@ class StepEngine:
         )
 
     def add(self, member: Member) -> str:
-        """Takes in a model.
-
-        Returns:
-            Its label, by which it is named from then on.
-        """
+        """Takes in a model; gives the label by which it is named from then on."""
         label = self._states.add(member.state)
         self._members[label] = member
         return label

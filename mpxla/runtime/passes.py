@@ -53,8 +53,8 @@ class CallRunner:
     def run(self, call: Call, recorder: Recorder | None) -> tuple[list[Part], list[Ran]]:
         """Runs a call, or its next part; every rank of the pipeline must.
 
-        Returns:
-            Results of each pass, and what it has left.
+        Gives the results of each pass, and what it has left. The recorder is there while a profile
+        is taken.
         """
         passes = call.passes
         plans = sorted({one.plan for one in passes}, key=lambda plan: plan.number)
@@ -103,11 +103,7 @@ class CallRunner:
         return build_outputs(parts, own, self._backend.publish, self._backend.adopt)
 
     def ask(self, question: Pass, seed: int) -> list[list[int]]:
-        """Runs a question; every rank of the pipeline must, with the seed of the call.
-
-        Returns:
-            What Python asks for, of each of its microbatches.
-        """
+        """What Python asks for, of each microbatch of a question. Every rank of the pipeline calls."""
         runner = question.plan.runner
         ran = runner.run(question.tensors, question.microbatches, seed, self._progress)
         answers = range(len(runner.plan.cut.step.asked))

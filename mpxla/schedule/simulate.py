@@ -97,14 +97,11 @@ def simulate(
     costs: Costs | None = None,
     rendezvous: bool = True,
 ) -> Timeline:
-    """Runs a schedule without running it.
+    """Runs a schedule without running it; tells when every action ran.
 
     Edges are those of `Dataflow`; those of gradients are not looked at if there are no backwards.
     Without costs, forwards and backwards take 1, everything else nothing. Of `rendezvous` see the
     module.
-
-    Returns:
-        When every action ran.
 
     Raises:
         ScheduleError: an action is missing, duplicate, misplaced or before something it reads;
