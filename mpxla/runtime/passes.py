@@ -103,7 +103,7 @@ class CallRunner:
         return build_outputs(parts, own, self._backend.publish, self._backend.adopt)
 
     def ask(self, question: Pass, seed: int) -> list[list[int]]:
-        """What Python asks for, of each microbatch of a question. Every rank of the pipeline calls."""
+        """What Python asks for, of each microbatch of a question; all ranks of the pipeline."""
         runner = question.plan.runner
         ran = runner.run(question.tensors, question.microbatches, seed, self._progress)
         answers = range(len(runner.plan.cut.step.asked))

@@ -270,7 +270,7 @@ class ModelState:
         return next((p for ref, p in self._former if ref == own), None)
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
-        """Makes all parameters and buffers host tensors with these values, by any of their names."""
+        """Makes all parameters and buffers host tensors with these values, by any name."""
         names, buffers = self.names_now, self.buffers
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():
