@@ -269,7 +269,11 @@ class FailureWatch:
                 now = time.monotonic()
                 if self._failure is not None:
                     raise self._peer_failure(handle.what)
-                settled = self._when_settled(handle.peers)
+                # When, and because of whom, the wait has no hope left.
+                left = [
+                    (self._left[p] + self._settle_s, p) for p in handle.peers if p in self._left
+                ]
+                settled = min(left, default=(float("inf"), -1))
                 if now >= settled[0]:
                     raise self._left_failure(settled[1], handle.what)
                 if now >= deadline:
@@ -329,11 +333,6 @@ class FailureWatch:
     def _spread(self, failure: Failure) -> None:
         """Makes this rank's failure known, here and elsewhere."""
         self.set_failure(failure)
-
-    def _when_settled(self, peers: Iterable[int]) -> tuple[float, int]:
-        """When, and because of whom, a wait for these peers has no hope left."""
-        ends = [(self._left[peer] + self._settle_s, peer) for peer in peers if peer in self._left]
-        return min(ends, default=(float("inf"), -1))
 
     def _peer_failure(self, what: str | None) -> PeerFailure:
         assert self._failure is not None

@@ -330,7 +330,11 @@ class BucketedReduction:
         for index in range(len(self._buckets)):
             if index not in self._under_way:
                 self.launch(index, gradients)
-        following = self._start_following()
+        transport, group = self._replica.transport, self._replica.group
+        following = {
+            name: transport.broadcast(tensor.detach(), group[self.source], group)
+            for name, tensor in self._following().items()
+        }
         direct = self._sums(self._direct, gradients, earlier=True)
         self._accumulate(self._direct, direct, is_total=True)
         # In the order of the list, which pipeline ranks have in common for what they share.
@@ -434,13 +438,6 @@ class BucketedReduction:
         parameters = {n: state.parameters[n] for n in self._flow.changed if n in state.parameters}
         buffers = state.buffers if self.reducer.options.broadcasts_buffers else {}
         return {**parameters, **{n: buffers[n] for n in self._flow.changed if n in buffers}}
-
-    def _start_following(self) -> dict[str, Handle[torch.Tensor]]:
-        transport, group = self._replica.transport, self._replica.group
-        return {
-            name: transport.broadcast(tensor.detach(), group[self.source], group)
-            for name, tensor in self._following().items()
-        }
 
 
 def _taken(gradients: list[Buffer | None], place: int) -> Buffer:

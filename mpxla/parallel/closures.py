@@ -122,7 +122,9 @@ class _WholeUpdate:
 
         loss: Any = host.step(evaluated)
         self._write()
-        self._show()
+        first = self._first()
+        if first is not None:
+            self._inner.state[first] = self._shown = host.state[self._copies[0]]
         return loss
 
     def _held(self) -> Iterator[tuple[int, ParameterStore, str, nn.Parameter]]:
@@ -188,12 +190,6 @@ class _WholeUpdate:
             values.setdefault(store, {})[name] = self._copies[position].detach()
         for store, of_names in values.items():
             store.load(of_names)
-
-    def _show(self) -> None:
-        first = self._first()
-        if first is not None and self._host is not None:
-            self._shown = self._host.state[self._copies[0]]
-            self._inner.state[first] = self._shown
 
     def _mean(self, loss: float) -> float:
         """Over replicas, which decide alike then."""

@@ -112,7 +112,7 @@ class Models:
             ParameterStore(
                 member.state,
                 session.backend,
-                _master_dtype(session),
+                torch.float32 if session.config.has_masters else None,
                 lends_gradients=not session.config.fp16,  # where they have the loss scale
             ),
         )
@@ -290,11 +290,6 @@ class Models:
     def end_training(self) -> None:
         """Called when the session ends: all replicas have to have trained equally long."""
         self._rounds.attendance.leave()
-
-
-def _master_dtype(session: Session) -> torch.dtype | None:
-    """In what 16-bit parameters are updated, if not in their own type."""
-    return torch.float32 if session.config.has_masters else None
 
 
 def cut_report(cut: CutStep) -> str:

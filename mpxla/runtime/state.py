@@ -237,7 +237,7 @@ class ModelState:
         self._recorded += [t.detach() for t in (*parameters.values(), *buffers.values())]
         with _without_weak_references(self.module):
             for name, parameter in parameters.items():
-                if self._is_divided_here(name):
+                if name in self.shards and name in local:
                     continue  # it goes to the device part by part, once replicas have equal values
                 if name in local and parameter.device.type == "cpu":
                     self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
@@ -258,9 +258,6 @@ class ModelState:
         names = other.names_now
         self.local_names = frozenset(names[n] for n in other.local_names or () if n in names)
         self._placed = {*self.parameters, *self.buffers}
-
-    def _is_divided_here(self, name: str) -> bool:
-        return name in self.shards and self.local_names is not None and name in self.local_names
 
     def former_owner(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a host tensor shared its memory with before parameters moved."""
