@@ -53,10 +53,6 @@ class Models:
     """All models that were wrapped since `init`; they stay until `shutdown`.
 
     A model that the script drops keeps its memory until then: compiled steps refer to it.
-
-    Attributes:
-        engine: runs step functions.
-        gradient_norm: norms and clipping over the gradients of all models.
     """
 
     def __init__(self, session: Session):

@@ -76,12 +76,7 @@ def rounding(dtypes: Sequence[torch.dtype], *masters: torch.Tensor) -> list[torc
 
 
 class Copies:
-    """Update copies of parameters, of one type: the whole, or the elements of an extent of each.
-
-    Attributes:
-        names: of the parameters.
-        copies: by name of the parameter.
-    """
+    """Update copies of parameters, of one type: the whole, or the elements of an extent of each."""
 
     def __init__(
         self,

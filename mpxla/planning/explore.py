@@ -62,13 +62,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Explored:
-    """The result of a search.
-
-    Attributes:
-        best: what fits, the fastest first.
-        num_layouts: how many there are.
-        num_simulated: how many had to be simulated.
-    """
+    """The layouts that fit, the fastest first; how many there are, and had to be simulated."""
 
     best: tuple[Prediction, ...]
     num_layouts: int

@@ -63,12 +63,8 @@ _MOST_MEASURED = 12
 class Choice:
     """A configuration with open keys filled in, and what it is predicted to take.
 
-    Attributes:
-        keys: the chosen keys.
-        step_s: seconds per step.
-        rank_bytes: memory of the fullest rank.
-        default_s: seconds per step with the defaults of all open keys.
-        fits: whether the fullest rank has the memory.
+    Seconds are per step, also with the defaults of all open keys; the bytes, which may not fit, are
+    those of the fullest rank.
     """
 
     keys: Mapping[str, Any]

@@ -34,12 +34,8 @@ _Compile = Callable[..., Executable]
 class StepPlan:
     """What one rank runs for one signature.
 
-    Attributes:
-        cut: the step in stages.
-        schedule: actions of every pipeline rank.
-        programs: this rank's compiled stages by index.
-        random_stages: this rank's stages that draw random numbers.
-        is_random: whether any stage of the step does.
+    Programs and random stages are this rank's, actions those of every pipeline rank; it is random
+    if any stage of the step is.
     """
 
     cut: CutStep

@@ -33,13 +33,7 @@ _NUM_SCHEDULES = 32
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run has left.
-
-    Attributes:
-        run: what it counted.
-        microbatches: those that have run.
-        results: by their index.
-    """
+    """What a run of some microbatches has left: what it counted, and results by their index."""
 
     run: StepRun
     microbatches: tuple[int, ...]

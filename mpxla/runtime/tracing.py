@@ -46,13 +46,8 @@ Traced = tuple[Signature, StepGraph, list[Read]]
 class Tracing:
     """What a call of a step function gives to its captures.
 
-    Attributes:
-        function: the step function.
-        objects: this rank's own objects among the arguments, by path.
-        states: parameters and buffers of all models.
-        values: gives the tensor leaves of one microbatch, where Python needs them.
-        graphs: those of earlier starts.
-        state: what captures leave in attributes.
+    `values` gives the tensor leaves of one microbatch, where Python needs them; `state` is what
+    captures leave in attributes.
     """
 
     function: Callable[..., Any]

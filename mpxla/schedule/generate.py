@@ -212,13 +212,7 @@ _TICKS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRADIENT: 1, Op.WEIGHT_GRADIEN
 class _ListSchedule:
     """A schedule in the making; stages take microbatches in order, so counters describe it.
 
-    Attributes:
-        num_microbatches: microbatches of the step.
-        num_stages: stages of the pipeline.
-        stages: stages of every rank.
-        num_forwards: forwards that each stage has begun.
-        num_backwards: backwards that each stage has begun, or their first parts.
-        num_weights: second parts of backwards that each stage has begun.
+    They count what each stage has begun: forwards, backwards or their first parts, second parts.
     """
 
     def __init__(
