@@ -125,12 +125,9 @@ def open_state(
     weights_only: bool = True,
     translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> StateSource:
-    """Opens a state dict of the plain model.
+    """Opens a state dict of the plain model, of `torch.save`, `.safetensors` or `*.index.json`.
 
-    Args:
-        path: file of `torch.save`, `.safetensors` or `*.index.json`.
-        weights_only: refuse objects whose loading could run code.
-        translate: makes the plain model's state dict of what the file holds.
+    `translate` makes the plain model's state dict of what the file holds.
 
     Raises:
         CheckpointError: the file is missing, damaged or no state dict; names it.

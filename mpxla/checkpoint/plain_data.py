@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpxla.comm.codec import find_class
 from mpxla.comm.objects import Entry, innermost
 
 __all__ = ["find_unpicklable", "find_unsafe", "foreign_classes"]
@@ -25,10 +26,7 @@ _HOOKS = ("__setstate__", "__reduce__", "__reduce_ex__", "__new__")
 
 
 def foreign_classes(file: Any) -> tuple[list[Any], list[str]]:
-    """Sorts the classes and functions of a file that torch's safe loader does not know.
-
-    Args:
-        file: what `torch.save` wrote, or its path.
+    """Sorts the classes and functions of a file, or of its path, that torch's loader refuses.
 
     Returns:
         (what may be loaded, for `torch.serialization.safe_globals`; dotted paths of what may not).
@@ -37,10 +35,11 @@ def foreign_classes(file: Any) -> tuple[list[Any], list[str]]:
     safe: list[Any] = []
     refused: list[str] = []
     for path in names:
-        found = _find(path)
+        module, _, name = path.rpartition(".")
+        found = find_class(module, name)
         if path in _NUMPY:
             safe.append((_NUMPY[path], path))
-        elif isinstance(found, type) and _is_plain(found):
+        elif found is not None and _is_plain(found):
             safe.append((found, path))
         else:
             refused.append(path)
@@ -83,12 +82,6 @@ def _parts(path: str, value: Any) -> Iterator[Entry]:
     elif isinstance(value, argparse.Namespace) or dataclasses.is_dataclass(value):
         for name, part in vars(value).items() if hasattr(value, "__dict__") else ():
             yield f"{path}.{name}", part
-
-
-def _find(path: str) -> Any:
-    """What a dotted path names, among the modules that are imported already."""
-    module, _, name = path.rpartition(".")
-    return getattr(sys.modules.get(module), name, None)
 
 
 def _is_plain(kind: type) -> bool:

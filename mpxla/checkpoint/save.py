@@ -196,8 +196,10 @@ def save_checkpoint(
     if not asynchronous:
         write(exchange)
         return None
-    exchange = _background_exchange(session)
-    session.pending_checkpoint = PendingCheckpoint(lambda: write(exchange), session.lifeline)
+    background = BackgroundExchange(session.transport)
+    if session.lifeline is not None:
+        session.lifeline.background = lambda: background.wait
+    session.pending_checkpoint = PendingCheckpoint(lambda: write(background), session.lifeline)
     return session.pending_checkpoint
 
 
@@ -207,13 +209,6 @@ def finish_pending(session: Session) -> None:
     if pending is not None:
         with session.progress.busy("the end of the checkpoint in the background"):
             pending.wait()
-
-
-def _background_exchange(session: Session) -> BackgroundExchange:
-    exchange = BackgroundExchange(session.transport)
-    if session.lifeline is not None:
-        session.lifeline.background = lambda: exchange.wait
-    return exchange
 
 
 class _Part:

@@ -98,10 +98,9 @@ def assign_writers(held: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
 class ShardIndex:
     """What is in which file of a checkpoint.
 
-    Args:
-        entries: slots with the name of the file that holds each.
-        aliases: further names of tied parameters -> the name under which they were saved.
-        numbers: values of the optimizer that are no tensors, by name and key.
+    Entries are slots with the names of files. Aliases are further names of tied parameters, with
+    the name under which they were saved; numbers are values of the optimizer that are no tensors,
+    by name and key.
     """
 
     def __init__(

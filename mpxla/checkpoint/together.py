@@ -89,10 +89,7 @@ class BackgroundExchange:
 def together(exchange: Exchange, what: str, action: Callable[[], T]) -> list[T]:
     """Runs an action on every rank; if it fails on any, all raise. Every rank must call it.
 
-    Args:
-        exchange: how outcomes travel.
-        what: completes "... failed on rank 1".
-        action: returns data, see `comm.codec`.
+    The action returns data, see `comm.codec`; `what` completes "... failed on rank 1".
 
     Returns:
         What the action returned on every rank.

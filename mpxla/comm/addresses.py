@@ -63,11 +63,7 @@ def reserved_port(address: str) -> int:
 
 
 def listening_address(is_one_host: bool, master_addr: str | None) -> str:
-    """Chooses where rank 0 listens.
-
-    Args:
-        is_one_host: Whether all processes are on this host.
-        master_addr: Name or address of the master's host; None for this one.
+    """Chooses where rank 0 listens; without `master_addr`, this host is the master's.
 
     Returns:
         The address of this host to bind, and to publish.

@@ -31,13 +31,8 @@ def agreed(
 ) -> list[_T]:
     """What every rank of the group has; all of them must call.
 
-    Args:
-        objects: the session's object communication.
-        group: global ranks.
-        own: what this rank has.
-        text: (ranks that have something else than the first rank of the group, what that one has,
-            what the first of them has) -> the error's.
-        key: what has to be equal of it.
+    `text` makes the error's of (ranks that have something else than the first rank of the group,
+    what that one has, what the first of them has); what has to be equal of it is its key.
 
     Raises:
         RankMismatch: ranks have something else; on all of them.
@@ -70,12 +65,7 @@ def check_agreement(
 ) -> None:
     """Raises on every rank of the group if the descriptions differ; all of them must call.
 
-    Args:
-        objects: the session's object communication.
-        group: global ranks.
-        description: what this rank has, in lines.
-        what: completes "ranks [1] ... than rank 0".
-        advice: what to do.
+    `what` completes "ranks [1] ... than rank 0"; descriptions are lines.
 
     Raises:
         RankMismatch: with the first line that differs.

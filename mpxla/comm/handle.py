@@ -55,13 +55,10 @@ class Handle(Generic[T]):
         peers: Iterable[int] = (),
         awaited: Iterable[int] | None = None,
     ) -> None:
-        """Makes a handle that is not complete.
+        """Makes a handle that is not complete, of a communication as in `values from rank 2`.
 
-        Args:
-            watch: Ends waits when a rank fails.
-            what: The communication in words, as in `stage values from rank 2`.
-            peers: Ranks without which the communication cannot complete.
-            awaited: Ranks that have to come to it, who may have left after that; `peers` if None.
+        It cannot complete without its peers. Those that are awaited have to come to it, and may
+        have left after that; by default they are the peers.
         """
         self._watch = watch
         self._is_done = False
@@ -78,13 +75,7 @@ class Handle(Generic[T]):
         return self._is_done
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Waits until the communication is complete.
-
-        Args:
-            timeout_s: Longest wait; None waits for as long as all needed ranks live.
-
-        Returns:
-            What the communication gave.
+        """Waits until the communication is complete, as long as all needed ranks live.
 
         Raises:
             PeerFailure: A rank failed, or a needed rank left, before this was complete.
@@ -128,11 +119,8 @@ class FailureWatch:
     ) -> None:
         """Starts with everybody alive.
 
-        Args:
-            rank: Global rank of this process.
-            world_size: Number of ranks.
-            stall_warning_s: A wait as long as this is logged, again after every doubling.
-            settle_s: How long a message of a rank that has left may still be under way.
+        A wait as long as `stall_warning_s` is logged, again after every doubling. For `settle_s` a
+        message of a rank that has left may still be under way.
         """
         self.rank = rank
         self.world_size = world_size
@@ -281,7 +269,11 @@ class FailureWatch:
                 now = time.monotonic()
                 if self._failure is not None:
                     raise self._peer_failure(handle.what)
-                settled = self._when_settled(handle.peers)
+                # When, and because of whom, the wait has no hope left.
+                left = [
+                    (self._left[p] + self._settle_s, p) for p in handle.peers if p in self._left
+                ]
+                settled = min(left, default=(float("inf"), -1))
                 if now >= settled[0]:
                     raise self._left_failure(settled[1], handle.what)
                 if now >= deadline:
@@ -341,11 +333,6 @@ class FailureWatch:
     def _spread(self, failure: Failure) -> None:
         """Makes this rank's failure known, here and elsewhere."""
         self.set_failure(failure)
-
-    def _when_settled(self, peers: Iterable[int]) -> tuple[float, int]:
-        """When, and because of whom, a wait for these peers has no hope left."""
-        ends = [(self._left[peer] + self._settle_s, peer) for peer in peers if peer in self._left]
-        return min(ends, default=(float("inf"), -1))
 
     def _peer_failure(self, what: str | None) -> PeerFailure:
         assert self._failure is not None

@@ -63,10 +63,8 @@ def answer_hello(key: bytes, line: bytes, challenge: str, world_size: int) -> tu
 def welcome(connection: socket.socket, key: bytes, world_size: int) -> tuple[int, str]:
     """Lets the end that connected prove its rank, and proves this end; waits for it.
 
-    The connection has a timeout. Not a byte behind the hello is read.
-
-    Returns:
-        The rank, and where it runs.
+    Gives the rank, and where it runs. The connection has a timeout. Not a byte behind the hello is
+    read.
 
     Raises:
         Stranger: It has not proved to be a rank of this job.

@@ -154,17 +154,10 @@ class HostTransport:
     ) -> None:
         """Makes the process groups and opens the door. Every rank constructs it, at the same point.
 
-        `torch.distributed` must be initialised with all ranks, by whatever backend.
-
-        Args:
-            rank: Global rank of this process.
-            world_size: Number of ranks.
-            watch: The process's lifeline.
-            to_host: Waits for a tensor and gives it in host memory, perhaps shared; called by
-                background threads.
-            is_ready: Whether `to_host` would give a tensor without waiting.
-            key: Of the session; see `secret`.
-            address: Of this process's host, by which the others reach it.
+        `torch.distributed` must be initialised with all ranks, by whatever backend. Background
+        threads call `to_host`, which waits for a tensor and gives it in host memory, perhaps
+        shared, and `is_ready`, which says whether that would not wait. By the address, others reach
+        this process's host.
         """
         self._collective_bytes = 0
         self.seal = Seal(rank, key)
@@ -234,13 +227,10 @@ class HostTransport:
                     self._collectives[ranks] = _Collectives(ranks, group, self.watch)
 
     def gather_by_host(self, groups: Sequence[Group], hosts: Sequence[int]) -> list[Group]:
-        """Lets gathers over groups go across hosts first, where that saves something.
+        """Lets gathers over groups go across hosts first; gives the groups for which it does.
 
         Every rank calls it, with equal arguments, once the groups are made; `hosts` has, of every
         rank of the world, the number of its host.
-
-        Returns:
-            Those of the groups whose gathers do.
         """
         found = {ranks: rows for ranks in groups if (rows := rows_by_host(ranks, hosts))}
         for ranks, rows in found.items():

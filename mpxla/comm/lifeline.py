@@ -69,20 +69,10 @@ class Lifeline(FailureWatch):
     ) -> None:
         """Connects; to be called by every rank, and returns when all have.
 
-        Args:
-            rank: Global rank of this process.
-            world_size: Number of processes.
-            store: Of the session, shared by all processes.
-            key: Of the session, which every end of a connection proves to know; see `secret`.
-            is_one_host: Whether all processes are on one host: they talk over the loopback
-                interface then, and else over the one that leads to a TCPStore's host.
-            grace_s: How long the main thread may be unaware of a failure before the process is
-                ended.
-            connect_timeout_s: How long to wait for the other ranks.
-            stall_warning_s: A wait as long as this is logged.
-            progress: What this process is doing.
-            stall_timeout_s: If a rank gives no sign of life for that long, or one waits so long
-                for others that do not move, the job ends with a table of what all are doing.
+        On one host, processes talk over the loopback interface, else over the one that leads to a
+        TCPStore's host. A process is ended if its main thread is unaware of a failure for
+        `grace_s`. If a rank gives no sign of life for `stall_timeout_s`, or one waits so long for
+        others that do not move, the job ends with a table of what all are doing.
 
         Raises:
             PeerFailure: Ranks did not connect in time, or one failed meanwhile.

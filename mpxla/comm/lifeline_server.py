@@ -68,13 +68,11 @@ def decode(buffer: bytearray) -> list[dict[str, Any]]:
 
 def set_keepalive(connection: socket.socket) -> None:
     """Makes the kernel give up on a silent peer host after about half a minute."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
     limit_ms = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class _Member:
@@ -206,7 +204,12 @@ class LifelineServer:
                 self._handle(member, message)
         except Exception as error:  # a rank that is out of order
             data = b""
-            self._fail(Failure(member.rank, _unreadable(member.rank, error)))
+            text = (
+                f"rank {member.rank} sent a message on its lifeline that rank 0 cannot read "
+                f"({type(error).__name__}: {error}). Install the same version of mpxla on every "
+                f"host"
+            )
+            self._fail(Failure(member.rank, text))
         if not data:
             self._drop(member)
 
@@ -287,10 +290,3 @@ class LifelineServer:
             member.connection.sendall(data)
         except OSError:
             self._drop(member)
-
-
-def _unreadable(rank: int, error: Exception) -> str:
-    return (
-        f"rank {rank} sent a message on its lifeline that rank 0 cannot read "
-        f"({type(error).__name__}: {error}). Install the same version of mpxla on every host"
-    )

@@ -33,11 +33,6 @@ class LoopbackTransport:
     bytes_sent = 0  # nothing leaves the process
 
     def __init__(self, to_host: Callable[[Any], torch.Tensor] = copy_to_host) -> None:
-        """Makes a world of one.
-
-        Args:
-            to_host: Waits for a tensor and gives it in host memory, perhaps shared.
-        """
         self.rank, self.world_size = 0, 1
         self.watch = FailureWatch(0)
         self.seal = Seal(0, secrets.token_bytes(32))

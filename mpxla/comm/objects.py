@@ -97,13 +97,7 @@ class Objects:
         return self._form.restore(data, src, self._transport.rank)
 
     def post(self, obj: Any, ranks: Sequence[int], purpose: str) -> None:
-        """Sends an object to other ranks, which `take` it; waits for nobody.
-
-        Args:
-            obj: What can be dumped.
-            ranks: All receivers; not this rank.
-            purpose: For errors.
-        """
+        """Sends an object to other ranks, which `take` it; waits for nobody."""
         data = self._form.dump(obj, purpose)
         for dst in ranks:
             self._post(data, dst)
@@ -111,9 +105,7 @@ class Objects:
     def take(self, src: int, what: str | None = None) -> Any:
         """Returns the next object that rank `src` posts to this rank; sends no receipt.
 
-        Args:
-            src: Who posts it.
-            what: The object in words, for errors of waiting.
+        `what` is the object in words, for errors of waiting.
 
         Raises:
             MpxlaError: It does not come from that rank.
@@ -122,11 +114,7 @@ class Objects:
         return self._form.restore(self._take(src, what), src, self._transport.rank)
 
     def allgather(self, obj: Any, ranks: Group) -> list[Any]:
-        """Exchanges objects; every rank of `ranks` calls it.
-
-        Returns:
-            What every rank passed, in the order of `ranks`.
-        """
+        """What every rank passes, in the order of `ranks`, each of which calls it."""
         ranks = tuple(ranks)
         data = self._form.dump(obj, f"allgather with ranks {ranks}")
         own = pack([self._seal.close(data, self._channel, ranks), data])

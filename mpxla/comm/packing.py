@@ -122,14 +122,9 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
-    """Finds the tensors of a message; the inverse of `pack`.
+    """Finds the tensors of a message, as views of it; the inverse of `pack`.
 
-    Args:
-        buffer: Flat uint8 tensor [num_bytes] whose first byte is aligned to 64 bytes.
-        specs: The same specs as the packed tensors had.
-
-    Returns:
-        Views of `buffer`, one per spec.
+    The buffer is a flat uint8 tensor [num_bytes] whose first byte is aligned to 64 bytes.
     """
     offsets, num_bytes, text, _ = layout(specs)
     assert buffer.numel() == num_bytes, f"{buffer.numel()} bytes for {text}, {num_bytes} bytes"

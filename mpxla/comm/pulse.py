@@ -75,14 +75,8 @@ class Pulse:
     ) -> None:
         """Starts it.
 
-        Args:
-            rank: of this process.
-            world_size: number of ranks.
-            progress: what the main thread does.
-            current_wait: what it waits for.
-            stall_timeout_s: see `stall`.
-            tell: sends a row to rank 0.
-            fail: told when rank 0 is silent, or this thread cannot go on.
+        `tell` sends a row to rank 0; `fail` is told when rank 0 is silent, or this thread cannot go
+        on.
         """
         self._rank, self._world_size = rank, world_size
         self._progress, self._current_wait = progress, current_wait

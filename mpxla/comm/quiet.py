@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
 from typing import Any
 
 __all__ = ["without_gloos_lines"]
@@ -19,14 +18,9 @@ _STDOUT = 1
 _MARK = b"[Gloo] Rank "
 
 
-@contextlib.contextmanager
-def without_gloos_lines() -> Generator[None]:
+def without_gloos_lines() -> contextlib.AbstractContextManager[None]:
     """While groups of gloo are made. Nothing is held back longer than that."""
-    _diversion.enter()
-    try:
-        yield
-    finally:
-        _diversion.leave()
+    return _diversion
 
 
 class _Diversion:
@@ -38,7 +32,7 @@ class _Diversion:
         self._file: Any = None
         self._kept = -1
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self._count += 1
             if self._count > 1:
@@ -51,7 +45,7 @@ class _Diversion:
             self._file = tempfile.TemporaryFile()
             os.dup2(self._file.fileno(), _STDOUT)
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._count -= 1
             if self._count > 0 or self._file is None:

@@ -32,19 +32,15 @@ class Seal:
     """Makes and checks the seals of one rank. Used by any thread, one per channel."""
 
     def __init__(self, rank: int, key: bytes) -> None:
-        """Starts all counts."""
         self._rank = rank
         self._key = key
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, _Way], int] = {}
 
     def close(self, data: torch.Tensor, channel: str, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Makes the seal of this rank's next message.
+        """Makes the seal of this rank's next message, a flat uint8 host tensor [num_bytes].
 
-        Args:
-            data: Flat uint8 host tensor [num_bytes].
-            channel: On which it will travel.
-            ranks: The receiver alone, or the group of a collective.
+        It is for the receiver alone, or for the group of a collective.
 
         Returns:
             What has to precede the message: uint8 [HEADER_BYTES].

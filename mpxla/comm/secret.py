@@ -65,13 +65,8 @@ def agree_on_key(
 ) -> Trust:
     """Makes the key of a session. Every rank calls it.
 
-    Args:
-        store: Of the session, shared by all processes.
-        rank: Global rank of this process.
-        world_size: Number of processes.
-        secret: What the launcher has given to this process, if anything.
-        runtime_dir: Folder for the file of rank 0, if one is needed; None for the system's.
-        timeout_s: How long to wait for the other ranks.
+    The secret is what the launcher has given to this process, if anything. A file of rank 0, if one
+    is needed, is put into `runtime_dir`, by default the system's.
 
     Raises:
         ConfigError: Several hosts and no secret.

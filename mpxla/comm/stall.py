@@ -113,11 +113,8 @@ class Progress:
     ) -> dict[str, Any]:
         """A row of the table, as plain data.
 
-        Args:
-            waits_for: ranks that the main thread waits for.
-            what: the communication that it waits for.
-            waits_since: monotonic time of the begin of that wait; None if it does not wait.
-            moved: monotonic time at which the process was last seen to make progress.
+        Of the wait it has the ranks and the communication, and when it began (None: there is none);
+        times are monotonic. The process was last seen to make progress when it `moved`.
         """
         is_waiting = waits_since is not None
         place = self.place()
@@ -150,13 +147,9 @@ def explain_stall(
     timeout_s: float,
     silent: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> tuple[int, str] | None:
-    """Judges what ranks have told.
+    """Judges what ranks have told; those without a status are silent.
 
-    Args:
-        statuses: what ranks are doing; those that are missing are silent.
-        world_size: number of ranks.
-        timeout_s: how long nothing may move.
-        silent: what silent ranks told last; `idle_s` is then the age of that.
+    `silent` has what those told last; `idle_s` is then the age of that.
 
     Returns:
         The rank to look at, and the error with the table; None if nothing is wrong.

@@ -223,7 +223,6 @@ class Posted:
     """A receive that waits for its message: of tensors, or without specs of any bytes."""
 
     def __init__(self, handle: Handle[Any], specs: Sequence[Spec] | None) -> None:
-        """Has the message complete the handle."""
         self.handle = handle
         self.specs = specs
         self.layout = None if specs is None else layout(specs)
@@ -233,7 +232,6 @@ class Inbox:
     """Messages from one rank."""
 
     def __init__(self, src: int, watch: FailureWatch) -> None:
-        """Without a connection at first."""
         self._src = src
         self._watch = watch
         self._lock = threading.Lock()

@@ -42,7 +42,6 @@ class Vitals:
     """Compares readings of the kernel's counters; used by one thread."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
-        """Reads nothing yet; the kernel's counters are in `proc`."""
         self._proc = proc
         self._last: _Reading | None = None
 

@@ -76,14 +76,9 @@ class Place(NamedTuple):
 
 
 class Whereabouts:
-    """Looks after one thread."""
+    """Looks after one thread; better the one that makes it."""
 
     def __init__(self, thread: threading.Thread) -> None:
-        """Looks nowhere yet.
-
-        Args:
-            thread: whose place is asked for; better the one that calls this.
-        """
         self._thread = thread
         is_own = thread is threading.current_thread()
         self._state = _own_state() if is_own and _write_stack is not None else None

@@ -61,11 +61,9 @@ class XlaTransport:
     ) -> None:
         """Starts the thread, and warms up by a sum over all ranks. Every rank constructs it.
 
-        Args:
-            host: Carries what is not data, and belongs to this transport from here on.
-            runner: Executes programs.
-            pipelines: Ranks of every pipeline; equal on all ranks.
-            spec_of: Gives shape and dtype of values of the backend that are no tensors of PyTorch.
+        The host transport carries what is not data, and belongs to this one from here on. Pipelines
+        are equal on all ranks. `spec_of` is for values of the backend that are no tensors of
+        PyTorch.
         """
         self._spec_of_buffer = spec_of
         self._fetch = runner.fetch

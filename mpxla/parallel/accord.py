@@ -36,12 +36,9 @@ class Accord:
         self._is_same = True
 
     def announce(self, flow: str, settings: str, exchanges: str = "") -> None:
-        """Called when a step begins.
+        """Called when a step begins: what is reduced, and with what settings and exchanges.
 
-        Args:
-            flow: what will be reduced, in words that are equal on all replicas.
-            settings: of the optimizers, in such words.
-            exchanges: what replicas exchange before they reduce.
+        In words that are equal on replicas that do the same.
         """
         self._own = _digest(flow), _digest(settings), _digest(exchanges)
         self._settings = settings

@@ -75,11 +75,7 @@ class Attendance:
                 raise RankMismatch(self._call_text(rank, _read(call.result()), "a training step"))
 
     def meet(self, what: str, line: str) -> None:
-        """Before a call of the user that all ranks of the group make together.
-
-        Args:
-            what: the call.
-            line: the user's, as `at_user_line` gives it.
+        """Before a call of the user, at a line, that all ranks of the group make together.
 
         Raises:
             RankMismatch: another rank makes another call, or has had other numbers of reductions.

@@ -26,6 +26,7 @@ from mpxla.errors import RankMismatch, StepError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica
+from mpxla.parallel.sums import cut_gradients, sum_gradients
 from mpxla.runtime.cut import CutStep
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class GradientFlow:
             for name, own in found.items():
                 order.setdefault(name, tuple(stage for stage, _ in own))
                 sources.setdefault(name, []).extend((first + stage, at) for stage, at in own)
-            trained |= {names[n] for n in cut.trained_stages() if n in names}
+            trained |= {names[n] for stage in cut.stages for n in stage.trained if n in names}
             first += len(cut.stages)
         shared = _shared(trained, pp_rank, parameter_ranks)
         return cls(sources, trained, shared, tuple(sorted(changed)), order)
@@ -148,18 +149,13 @@ class Reduced(NamedTuple):
 class BucketedReduction:
     """The reduction of one model's gradients, times a factor, in one training step.
 
-    Args:
-        reducer: of the model.
-        flow: which gradients the step gives.
-        factor: what they are multiplied by.
-
     Attributes:
         description: what is reduced, in words that are equal on replicas that do the same.
         source: index of the replica whose buffers count.
     """
 
     def __init__(self, reducer: "GradientReducer", flow: GradientFlow, factor: float = 1.0):
-        self._reducer = reducer
+        self.reducer = reducer
         self._factor = factor
         self._joined: dict[tuple[Set[str], Set[str], Sequence[str]], BucketedReduction] = {}
         self._replica = reducer.replica
@@ -167,7 +163,7 @@ class BucketedReduction:
         self._is_sharded = reducer.options.is_sharded
         self._flow = flow
         self._sources = flow.sources
-        self._programs = self._store.gradients
+        self._programs = self._store.programs
         self._buckets = self._form_buckets()
         self._packers = [self._make_packer(bucket) for bucket in self._buckets]
         bucketed = {name for bucket in self._buckets for name in bucket.names}
@@ -185,7 +181,7 @@ class BucketedReduction:
         store = self._store
         if self._is_sharded:
             return [b for b in store.shards if not self._flow.trained.isdisjoint(b.names)]
-        capacity = self._reducer.options.capacity_bytes
+        capacity = self.reducer.options.capacity_bytes
         shared = self._flow.shared
         is_shared = {name for names in shared.values() for name in names}
         groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Sequence[str]] = {}
@@ -213,11 +209,11 @@ class BucketedReduction:
 
     def _transfers(self, name: str) -> bool:
         """Whether gradients of a parameter leave this rank at all."""
-        return len(self._group_of(name)) > 1 or self._reducer.hook is not None
+        return len(self._group_of(name)) > 1 or self.reducer.hook is not None
 
     def _make_packer(self, bucket: Bucket) -> Packer | None:
         present = self._present(bucket)
-        dtype = self._reducer.options.transfer_dtype if self._replica.count > 1 else None
+        dtype = self.reducer.options.transfer_dtype if self._replica.count > 1 else None
         dtype = dtype or bucket.dtype
         shape = (bucket.parts, -1) if self._is_sharded else (-1,)
         return Packer(bucket, present, dtype, self._replica.backend, shape) if present else None
@@ -230,13 +226,13 @@ class BucketedReduction:
         shapes = {n: tuple(p.shape) for n, p in self._replica.state.parameters.items()}
         buckets = [([(n, shapes[n]) for n in b.names], b.dtype) for b in self._buckets]
         what = f"{buckets} {sorted(self._sources)} {self._flow.changed}"
-        return f"{self._reducer.label} {self._reducer.options} {what}"
+        return f"{self.reducer.label} {self.reducer.options} {what}"
 
     # --- every call -----------------------------------------------------------------------------
 
     def begin(self) -> bool:
         """Counts the pass of a model that is trained; whether replicas reduce in this call."""
-        self._reduces = not self._flow.trained or self._reducer.next_pass_reduces()
+        self._reduces = not self._flow.trained or self.reducer.next_pass_reduces()
         if self._flow.trained and self._reduces:
             self._check_left_out()
         self.source = 0
@@ -249,10 +245,10 @@ class BucketedReduction:
 
     def _check_left_out(self) -> None:
         """Checks that this pass reduces all that earlier ones have added up on this rank alone."""
-        earlier, self._reducer.unreduced = self._reducer.unreduced - set(self._sources), set()
+        earlier, self.reducer.unreduced = self.reducer.unreduced - set(self._sources), set()
         for name in sorted(earlier):
             if self._store.has_gradient(name):
-                count = self._reducer.options.backward_passes_per_step
+                count = self.reducer.options.backward_passes_per_step
                 raise StepError(
                     f"the last of {count} passes (backward_passes_per_step) does not train the "
                     f"parameter {name}, and an earlier one did: only what the last one trains is "
@@ -262,7 +258,7 @@ class BucketedReduction:
 
     def what(self) -> "Reduced":
         """What is reduced, for other replicas."""
-        flow, reducer = self._flow, self._reducer
+        flow, reducer = self._flow, self.reducer
         options = f"{reducer.label} {reducer.options}"
         return Reduced(options, flow.trained, frozenset(self._sources), flow.changed)
 
@@ -272,7 +268,7 @@ class BucketedReduction:
         Raises:
             RankMismatch: replicas have other options, or parameters are divided over them.
         """
-        reducer, state = self._reducer, self._replica.state
+        reducer, state = self.reducer, self._replica.state
         if any(other.options != self.what().options for other in others):
             raise RankMismatch(
                 f"rank {self._replica.rank} was given other options of smp.DistributedModel than "
@@ -297,13 +293,9 @@ class BucketedReduction:
         joined.source = self.source
         return joined
 
-    def settings(self) -> str:
-        """Those of the model's optimizers, in words that are equal on all replicas."""
-        return self._reducer.settings()
-
     def outline(self) -> list[Collective]:
         """The collectives of one call, for replicas that have to take part without a step."""
-        dtype = self._reducer.options.transfer_dtype
+        dtype = self.reducer.options.transfer_dtype
         outline = [
             Collective("all_reduce", (bucket.num_elements,), dtype or bucket.dtype)
             for bucket in self._buckets
@@ -316,7 +308,7 @@ class BucketedReduction:
 
     def complete(self, stage: int) -> list[int]:
         """The buckets that were waiting for this stage alone, and are to be started now."""
-        if not (self._reduces and self._reducer.options.is_overlapping):
+        if not (self._reduces and self.reducer.options.is_overlapping):
             return []
         ready: list[int] = []
         for index, stages in self._waiting.items():
@@ -333,30 +325,34 @@ class BucketedReduction:
         """
         if not self._reduces:
             self._accumulate(list(self._sources), self._sums(self._sources, gradients))
-            self._reducer.unreduced |= {n for n in self._sources if self._transfers(n)}
+            self.reducer.unreduced |= {n for n in self._sources if self._transfers(n)}
             return
         for index in range(len(self._buckets)):
             if index not in self._under_way:
                 self.launch(index, gradients)
-        following = self._start_following()
+        transport, group = self._replica.transport, self._replica.group
+        following = {
+            name: transport.broadcast(tensor.detach(), group[self.source], group)
+            for name, tensor in self._following().items()
+        }
         direct = self._sums(self._direct, gradients, earlier=True)
         self._accumulate(self._direct, direct, is_total=True)
         # In the order of the list, which pipeline ranks have in common for what they share.
         for index, bucket in enumerate(self._buckets):
             self._deliver(bucket, index)
         for name, handle in following.items():
-            value = self._reducer.rounds.attendance.wait(handle)
+            value = self.reducer.rounds.attendance.wait(handle)
             self._store.write([name], [value])
 
     def _deliver(self, bucket: Bucket, index: int) -> None:
         """Waits for one bucket and gives its gradients to the store."""
-        flat = self._reducer.rounds.attendance.wait(self._under_way.pop(index))
+        flat = self.reducer.rounds.attendance.wait(self._under_way.pop(index))
         if len(bucket.holders) > 1:
             flat = self._sum_over_holders(flat, bucket.holders)
         if self._is_sharded:
             self._store.receive(bucket, flat, self._flow.trained)
         else:
-            parts = self._programs.parts(flat, bucket.cuts, bucket.dtype)
+            parts = cut_gradients(self._programs, flat, bucket.cuts, bucket.dtype)
             self._accumulate(bucket.names, parts, is_total=True)
 
     def _sum_over_holders(self, term: Buffer, holders: Sequence[int]) -> Buffer:
@@ -381,7 +377,7 @@ class BucketedReduction:
 
     def launch(self, index: int, gradients: Accumulators) -> None:
         """Starts a bucket, whose gradients are complete."""
-        bucket, packer, hook = self._buckets[index], self._packers[index], self._reducer.hook
+        bucket, packer, hook = self._buckets[index], self._packers[index], self.reducer.hook
         present = self._present(bucket)
         group = self._group_of(bucket.names[0])
         scale = 1.0 if hook is not None else 1.0 / len(group)
@@ -414,17 +410,17 @@ class BucketedReduction:
         names = list(names)
         groups = [[_taken(gradients[i], at) for i, at in self._sources[name]] for name in names]
         dtypes = [self._store.gradient_spec(name).dtype for name in names]
-        totals = self._programs.sums(groups, dtypes, self._factor)
+        totals = sum_gradients(self._programs, groups, dtypes, self._factor)
         if not (earlier and self._accumulates_locally):
             return totals
         before = self._store.take_gradients(names)
-        terms = zip(before, totals, strict=True)
-        return self._programs.sums([[t] if g is None else [g, t] for g, t in terms], dtypes)
+        groups = [[t] if g is None else [g, t] for g, t in zip(before, totals, strict=True)]
+        return sum_gradients(self._programs, groups, dtypes)
 
     @property
     def _accumulates_locally(self) -> bool:
         """Whether gradients of earlier passes are those of this replica alone."""
-        return self._replica.count > 1 and self._reducer.options.backward_passes_per_step > 1
+        return self._replica.count > 1 and self.reducer.options.backward_passes_per_step > 1
 
     def _accumulate(
         self, names: Sequence[str], values: Sequence[Buffer], is_total: bool = False
@@ -440,15 +436,8 @@ class BucketedReduction:
         if self._replica.count == 1:
             return {}
         parameters = {n: state.parameters[n] for n in self._flow.changed if n in state.parameters}
-        buffers = state.buffers if self._reducer.options.broadcasts_buffers else {}
+        buffers = state.buffers if self.reducer.options.broadcasts_buffers else {}
         return {**parameters, **{n: buffers[n] for n in self._flow.changed if n in buffers}}
-
-    def _start_following(self) -> dict[str, Handle[torch.Tensor]]:
-        transport, group = self._replica.transport, self._replica.group
-        return {
-            name: transport.broadcast(tensor.detach(), group[self.source], group)
-            for name, tensor in self._following().items()
-        }
 
 
 def _taken(gradients: list[Buffer | None], place: int) -> Buffer:

@@ -75,11 +75,7 @@ def fill_buckets(
 ) -> list[Bucket]:
     """Groups tensors into buckets of one dtype that hold at most `capacity_bytes` (or one tensor).
 
-    Args:
-        specs: the tensors; every rank passes equal ones in equal order.
-        holders: pipeline ranks that hold them.
-        capacity_bytes: largest bucket.
-        parts: see `Bucket`.
+    Every rank passes equal tensors in equal order.
     """
     groups: list[list[str]] = []
     open_groups: dict[torch.dtype, tuple[list[str], int]] = {}

@@ -32,10 +32,6 @@ Closure = Callable[[], Any]
 class ClosureSteps:
     """Steps of one optimizer that call a closure.
 
-    Args:
-        contents: the inner optimizer, its parameters by position, and update copies.
-        session: configuration, topology and device.
-
     Attributes:
         are_needed: whether it cannot step without a closure.
     """
@@ -97,12 +93,8 @@ class ClosureSteps:
 class _WholeUpdate:
     """Runs an optimizer on host copies of all its parameters, of all ranks of a pipeline.
 
-    Every rank of every replica steps its copies with equal numbers. The optimizer's state is that
-    of its first parameter, and shown there.
-
-    Args:
-        contents: the inner optimizer, with one param group, and the position of each parameter.
-        session: topology, communication and device.
+    Every rank of every replica steps its copies with equal numbers. The optimizer has one param
+    group; its state is that of its first parameter, and shown there.
     """
 
     def __init__(self, contents: OptimizerState, session: Session):
@@ -113,12 +105,7 @@ class _WholeUpdate:
         self._shown: dict[str, Any] | None = None
 
     def step(self, closure: Closure, collect: Callable[[], object]) -> Any:
-        """One step. All ranks call it.
-
-        Args:
-            closure: runs the step function, and returns the loss.
-            collect: brings gradients to where optimizers look for them.
-        """
+        """One step; all ranks call it. `collect` brings gradients to where optimizers look."""
         host, is_first = self._settled(), True
 
         def evaluated() -> float:
@@ -135,7 +122,9 @@ class _WholeUpdate:
 
         loss: Any = host.step(evaluated)
         self._write()
-        self._show()
+        first = self._first()
+        if first is not None:
+            self._inner.state[first] = self._shown = host.state[self._copies[0]]
         return loss
 
     def _held(self) -> Iterator[tuple[int, ParameterStore, str, nn.Parameter]]:
@@ -201,12 +190,6 @@ class _WholeUpdate:
             values.setdefault(store, {})[name] = self._copies[position].detach()
         for store, of_names in values.items():
             store.load(of_names)
-
-    def _show(self) -> None:
-        first = self._first()
-        if first is not None and self._host is not None:
-            self._shown = self._host.state[self._copies[0]]
-            self._inner.state[first] = self._shown
 
     def _mean(self, loss: float) -> float:
         """Over replicas, which decide alike then."""

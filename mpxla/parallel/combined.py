@@ -63,7 +63,7 @@ class CombinedReduction:
             return
         source = self._rounds.meet(
             " ".join(part.description for part in reducing),
-            "; ".join(part.settings() for part in reducing),
+            "; ".join(part.reducer.settings() for part in reducing),
             self._exchanges,
             lambda: [collective for part in reducing for collective in part.outline()],
         )

@@ -66,15 +66,9 @@ class GradBucket:
 
 
 class CommHook:
-    """Calls a user's hook for every bucket.
+    """Calls a user's hook for every bucket, see `DistributedModel.register_comm_hook`.
 
-    Args:
-        state: first argument of the hook.
-        hook: `hook(state, bucket)`, returns a `torch.futures.Future` of the reduced flat tensor.
-        transport: ends waits for the hook when a rank fails.
-        thread: where it is called. All models share it: collectives of two hooks must have one
-            order on all replicas.
-        backend: reads buckets back.
+    All models share the thread: collectives of two hooks must have one order on all replicas.
     """
 
     def __init__(
@@ -100,14 +94,7 @@ class CommHook:
         is_last: bool,
         parameters: Sequence[torch.Tensor],
     ) -> Handle[torch.Tensor]:
-        """Queues a bucket; returns at once.
-
-        Args:
-            bucket: its names and shapes.
-            flat: its gradients [num_elements], perhaps still being computed.
-            index: its position in the step.
-            is_last: whether no bucket follows.
-            parameters: what the gradients belong to.
+        """Queues a bucket, whose gradients may still be under way; returns at once.
 
         Returns:
             Handle of what the hook's future holds: a host tensor like `flat`.

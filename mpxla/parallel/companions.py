@@ -47,11 +47,8 @@ def follow_parameters(
 ) -> None:
     """Lets everything that an optimizer keeps of its parameters follow them.
 
-    Args:
-        optimizer: its param groups hold the heirs already.
-        before: the parameters of its groups as they were.
-        heirs: what stands in the place of a parameter now; nothing where another rank has it.
-        move: what becomes of other tensors.
+    Its param groups hold the heirs already; `before` is what they held. `heirs` gives what stands
+    in the place of a parameter now, nothing where another rank has it. `move` is for other tensors.
 
     Raises:
         MpxlaError: something cannot be assigned to parameters.

@@ -48,9 +48,10 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
         if tensor.is_complex()
     ]
     if problems:
+        key = "bf16" if dtype is torch.bfloat16 else "fp16"
         raise ConfigError(
-            f"the model cannot be converted to {_name(dtype)}, in which there are no complex "
-            f"numbers: {'; '.join(problems)}. Remove the key {_key(dtype)} and use "
+            f"the model cannot be converted to {str(dtype).removeprefix('torch.')}, in which there "
+            f"are no complex numbers: {'; '.join(problems)}. Remove the key {key} and use "
             f"torch.autocast around the other modules."
         )
     for part in module.modules():
@@ -81,14 +82,6 @@ def in_dtype(
         else value
         for name, value in state.items()
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _key(dtype: torch.dtype) -> str:
-    return "bf16" if dtype is torch.bfloat16 else "fp16"
 
 
 def narrowed(values: Any, dtype: torch.dtype) -> Any:

@@ -79,12 +79,9 @@ class PartitionedModule(nn.Module):
         """Modules that have a part of their tensors here."""
         return (module for module in self.module.modules() if shards_of(module))
 
-    def _split_ids(self) -> set[int]:
-        return {id(self._state.parameters[name]) for name in self.shards_of_tensors}
-
     def is_distributed_parameter(self, param: nn.Parameter) -> bool:
         """Whether this rank has a part of a parameter, and other ranks have the rest."""
-        return id(param) in self._split_ids()
+        return any(param is self._state.parameters[name] for name in self.shards_of_tensors)
 
     def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
         """The same of a buffer: never, since buffers stay whole."""

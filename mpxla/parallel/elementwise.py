@@ -4,8 +4,6 @@ Torch's own are known. Any other is tried on small host tensors: whole, and as t
 This module must not know how parameters are divided.
 """
 
-import contextlib
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -68,7 +66,7 @@ def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return False
-    with _generators_kept():
+    with python_random_kept(), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         starts = [torch.randn(4, 6), torch.randn(5)]
         gradients = [[torch.randn_like(s) * scale for s in starts] for scale in _SCALES]
@@ -84,19 +82,9 @@ def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
     return not all(torch.allclose(a, b) for a, b in zip(both, alone, strict=True))
 
 
-@contextlib.contextmanager
-def _generators_kept() -> Generator[None]:
-    with python_random_kept(), torch.random.fork_rng(devices=()):
-        yield
-
-
 def _trial_fails(optimizer: torch.optim.Optimizer) -> str | None:
-    """Runs copies of the optimizer on a whole tensor [4, 6] and on two flat parts of it.
-
-    Returns:
-        What went wrong, if anything.
-    """
-    with _generators_kept():
+    """What goes wrong on a whole tensor [4, 6] and on two flat parts of it, if anything does."""
+    with python_random_kept(), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         start = torch.randn(4, 6)
         gradients = [torch.randn(4, 6) * scale for scale in _SCALES]

@@ -37,11 +37,9 @@ def _is_changed(gradient: torch.Tensor) -> bool:
 def notice_unreached(
     reached: Mapping[str, torch.Tensor], others: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Says so where gradients were changed, and none of those that a script finds elsewhere.
+    """Says so where gradients that parameters have themselves were changed, and no others.
 
-    Args:
-        reached: gradients that the model's parameters have themselves, by name.
-        others: (name of the parameter, gradient), of those that have them on parts.
+    Both are by name; `others` are gradients that a script finds on parts of parameters.
     """
     changed = [name for name, gradient in reached.items() if _is_changed(gradient)]
     parts = dict(others) if changed else {}

@@ -62,9 +62,7 @@ class Join:
     def meet(self, description: str, outline: Sequence[Collective]) -> int:
         """Before a reduction of this replica; all others meet as well, or stay.
 
-        Args:
-            description: what will be reduced, in words that are equal on all replicas.
-            outline: its collectives, for those that stay.
+        The description is equal on replicas that do the same; the outline is for those that stay.
 
         Returns:
             Index of the first replica that has a batch.

@@ -362,9 +362,7 @@ class DistributedModel(PartitionedModule):
     def load_values(self, values: Mapping[str, Any], strict: bool) -> Any:
         """Loads whole values; the ranks that divide some of them call it together, with equal ones.
 
-        Args:
-            values: by name; of tensors that are split over ranks, this rank's parts.
-            strict: whether missing and unexpected keys are errors.
+        Of tensors that are split over ranks, values are this rank's parts.
 
         Raises:
             RankMismatch: ranks have different values of what they divide.

@@ -53,10 +53,6 @@ class Models:
     """All models that were wrapped since `init`; they stay until `shutdown`.
 
     A model that the script drops keeps its memory until then: compiled steps refer to it.
-
-    Attributes:
-        engine: runs step functions.
-        gradient_norm: norms and clipping over the gradients of all models.
     """
 
     def __init__(self, session: Session):
@@ -99,11 +95,7 @@ class Models:
     def add(
         self, model: "DistributedModel", member: Member, options: ReductionOptions
     ) -> tuple[str, GradientReducer]:
-        """Takes in a model.
-
-        Returns:
-            (its label, what reduces its gradients).
-        """
+        """Takes in a model; gives its label, and what reduces its gradients."""
         session = self._session
         label = self.engine.add(member)
         replica = Replica(
@@ -116,7 +108,7 @@ class Models:
             ParameterStore(
                 member.state,
                 session.backend,
-                _master_dtype(session),
+                torch.float32 if session.config.has_masters else None,
                 lends_gradients=not session.config.fp16,  # where they have the loss scale
             ),
         )
@@ -201,11 +193,8 @@ class Models:
         """Around a call of the user that several ranks make together, after partitioning.
 
         A rank that does something else meanwhile (the next step, the end of the script) is an error
-        on all ranks that names the call and its line.
-
-        Args:
-            what: the call, as in "model.state_dict()".
-            ranks: global ranks that make it: those of the pipeline, or more.
+        on all ranks that names the call and its line. The ranks are global: those of the pipeline,
+        or more.
 
         Raises:
             RankMismatch: another rank does something else.
@@ -297,11 +286,6 @@ class Models:
     def end_training(self) -> None:
         """Called when the session ends: all replicas have to have trained equally long."""
         self._rounds.attendance.leave()
-
-
-def _master_dtype(session: Session) -> torch.dtype | None:
-    """In what 16-bit parameters are updated, if not in their own type."""
-    return torch.float32 if session.config.has_masters else None
 
 
 def cut_report(cut: CutStep) -> str:

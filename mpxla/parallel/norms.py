@@ -106,16 +106,11 @@ def _scaled(
 
 
 class GradientNorm:
-    """Norm and clipping of the gradients of one rank's models.
+    """Norm and clipping of the gradients of one rank's models, which may become more.
 
-    Args:
-        reducers: those of the models, which know where gradients are; may become more.
-        transport: the session's transport.
-        backend: compiles and runs the programs.
-        replica: global ranks that hold a replica, with their own parts of split parameters.
-        world: all ranks.
-        counts: (label of a model, name of a parameter) -> whether this rank counts it, among those
-            that share the tensors of its partition.
+    A replica's ranks have their own parts of split parameters. `counts` says of a model's label and
+    a parameter's name whether this rank counts it, among those that share the tensors of its
+    partition.
     """
 
     def __init__(
@@ -258,9 +253,15 @@ class GradientNorm:
         for store in self._placed:
             store.collect_gradients()
         wanted = {id(parameter) for parameter in parameters}
-        placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
-        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted, self._counts)]
-        return list({id(owner): (owner, counts) for owner, counts in found}.values())
+        found: dict[int, tuple[torch.Tensor, bool]] = {}
+        for reducer in self._reducers:
+            pp_rank, store = reducer.replica.pp_rank, reducer.replica.store
+            for name, parameter in store.state.local_parameters() if store.state.is_placed else ():
+                owner = store.owner(name)
+                if owner is not None and not wanted.isdisjoint((id(parameter), id(owner))):
+                    is_first = store.ranks[name][0] == pp_rank
+                    found[id(owner)] = owner, is_first and self._counts(reducer.label, name)
+        return list(found.values())
 
     def _limit(self, value: float) -> torch.Tensor:
         if value not in self._limits:
@@ -282,17 +283,3 @@ class GradientNorm:
 def _dtype_of_norm(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     """What PyTorch gives, but for 16 bits, whose norm is in float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def _owners_in(
-    reducer: GradientReducer, wanted: set[int], counts: Callable[[str, str], bool]
-) -> list[tuple[torch.Tensor, bool]]:
-    """What holds gradients of one model's parameters here, and whether this rank counts them."""
-    replica, store = reducer.replica, reducer.replica.store
-    owners: list[tuple[torch.Tensor, bool]] = []
-    for name, parameter in store.state.local_parameters():
-        is_counted = store.ranks[name][0] == replica.pp_rank and counts(reducer.label, name)
-        owner = store.owner(name)
-        if owner is not None and not wanted.isdisjoint((id(parameter), id(owner))):
-            owners.append((owner, is_counted))
-    return owners

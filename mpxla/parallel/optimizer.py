@@ -282,9 +282,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def unscale_gradients(self, scale: float) -> bool:
         """Divides the gradients by a loss scale. All ranks must call it; waits for them.
 
-        Args:
-            scale: what the losses were multiplied by.
-
         Returns:
             Whether gradients of some rank are inf or nan.
         """
@@ -431,11 +428,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._deferred = state_dict
 
     def take_over(self, source: int) -> None:
-        """Replicas take the optimizer state of one of them. Collective over the replicas.
-
-        Args:
-            source: index of that replica.
-        """
+        """Replicas take the optimizer state of one, by its index. Collective over the replicas."""
         session = self._session
         group = session.topology.rdp_group(session.rank)
         own = self.local_state_dict() if session.rank == group[source] else None
@@ -515,7 +508,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _agree_on_seed(self) -> None:
         """The noise of rounding is that of rank 0, whatever seeds other processes have."""
-        if self._rounding is not None and not self._rounding.has_seed:
+        if self._rounding is not None and self._rounding.seed is None:
             session = self._session
             world = session.topology.world_group()
             self._rounding.seed = session.objects.allgather(torch.initial_seed(), world)[0]

@@ -51,16 +51,13 @@ Numbers = LossScale | StochasticRounding
 class OptimizerState:
     """State and settings of an inner optimizer, numbered and named as in the plain one.
 
-    Args:
-        optimizer: the inner optimizer, with all parameters.
-        models: whose parameters it holds; may become more.
-        backend: of this rank's device.
-        numbers: what is saved with the settings as well, by name: the loss scale of `fp16: True`,
-            seed and count of stochastic rounding.
+    Numbers are saved with the settings as well: the loss scale of `fp16: True`, seed and count of
+    stochastic rounding.
 
     Attributes:
-        optimizer: as given.
-        models: as given.
+        optimizer: the inner one, made with all parameters.
+        models: whose parameters it holds; may become more.
+        positions: in the plain optimizer, of all that is or was in the groups, by its id.
         pieces: the update copies that it holds in the place of parameters.
         group_sizes: parameters in every group of the plain optimizer.
     """
@@ -76,15 +73,10 @@ class OptimizerState:
         self.optimizer = optimizer
         self.models = models
         self._backend = backend
-        self._positions = {id(p): position for position, p in enumerate(parameters_of(optimizer))}
+        self.positions = {id(p): position for position, p in enumerate(parameters_of(optimizer))}
         self.group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._param_names = [_names_in(group) for group in optimizer.param_groups]
-        self.pieces = OptimizerPieces(optimizer, self._positions)
-
-    @property
-    def positions(self) -> Mapping[int, int]:
-        """Position in the plain optimizer of everything that is or was in the groups, by its id."""
-        return self._positions
+        self.pieces = OptimizerPieces(optimizer, self.positions)
 
     def notice_groups(self) -> bool:
         """Takes in groups that were added since; whether there are some."""
@@ -92,7 +84,7 @@ class OptimizerState:
         for group in new:
             first = sum(self.group_sizes)
             for position, parameter in enumerate(group["params"], first):
-                self._positions[id(parameter)] = position
+                self.positions[id(parameter)] = position
             self.group_sizes.append(len(group["params"]))
             self._param_names.append(_names_in(group))
         return bool(new)
@@ -104,7 +96,7 @@ class OptimizerState:
         self.pieces.renew()
         inner = self.optimizer.state_dict()
         held = parameters_of(self.optimizer)
-        local = [self._positions[id(p)] for p in held]
+        local = [self.positions[id(p)] for p in held]
         state = {local[number]: entry for number, entry in inner["state"].items()}
         for position, parameter in zip(local, held, strict=True):
             if self.pieces.is_wide(parameter):
@@ -186,7 +178,7 @@ class OptimizerState:
 
     def _load_picked(self, full: Mapping[str, Any]) -> None:
         """Loads the states of what this rank updates, which are cut as it is."""
-        kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
+        kept = [[self.positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
         picked = pick_optimizer_state(full, kept)
         picked["state"] = {
             number: {k: v for k, v in entry.items() if k != MASTER_KEY}
@@ -205,8 +197,8 @@ class OptimizerState:
             values = {
                 name: value
                 for name, parameter in model.store.state.local_parameters()
-                if id(parameter) in self._positions
-                and (value := find(self._positions[id(parameter)])) is not None
+                if id(parameter) in self.positions
+                and (value := find(self.positions[id(parameter)])) is not None
             }
             model.store.load_masters(values)
 
@@ -219,14 +211,14 @@ class OptimizerState:
             prefix = f"{model.label}." if len(self.models) > 1 and model.label else ""
             names |= {id(p): f"{prefix}{n}" for n, p in model.module.named_parameters()}
         found: dict[int, str] = {}
-        for ident, position in self._positions.items():  # copies come after their parameters
+        for ident, position in self.positions.items():  # copies come after their parameters
             found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
         return found
 
     def origins(self) -> dict[int, Origin]:
         """Id of everything in the groups -> where its elements are in the model."""
         names, ranges = self._names(), self.pieces.ranges()
-        places = {id(p): self._positions[id(p)] for p in parameters_of(self.optimizer)}
+        places = {id(p): self.positions[id(p)] for p in parameters_of(self.optimizer)}
         return {
             ident: Origin(names[place], ranges[place][0][0] if place in ranges else 0)
             for ident, place in places.items()
@@ -254,12 +246,12 @@ class OptimizerState:
             for name, parameter in model.store.state.parameters.items()
             if name in model.shards_of_tensors
         }
-        found = ((position, of_ids.get(i)) for i, position in self._positions.items())
+        found = ((position, of_ids.get(i)) for i, position in self.positions.items())
         return {position: shard for position, shard in found if shard is not None}
 
     def _range_of(self, parameter: nn.Parameter) -> tuple[int, int, tuple[int, ...]] | None:
         """(start, stop, shape of the whole) of a piece of a parameter; None for a whole one."""
-        found = self.pieces.ranges().get(self._positions[id(parameter)])
+        found = self.pieces.ranges().get(self.positions[id(parameter)])
         return None if found is None else (*found[0], found[1])
 
     def entries(self) -> Iterator[StatePiece]:
@@ -267,7 +259,7 @@ class OptimizerState:
         self.pieces.renew()
         names, shards = self._names(), self.shards()
         for parameter in parameters_of(self.optimizer):
-            position, part = self._positions[id(parameter)], self._range_of(parameter)
+            position, part = self.positions[id(parameter)], self._range_of(parameter)
             name, shard = names[position], shards.get(position)
             state = dict(self.optimizer.state.get(parameter, {}))
             if self.pieces.is_wide(parameter):
@@ -282,11 +274,9 @@ class OptimizerState:
                     yield StatePiece(name, key, value)
 
     def load_entries(self, saved: "ShardReader", saved_names: Mapping[str, str]) -> None:
-        """Loads the state of this rank's parameters. After partitioning.
+        """Loads the state of this rank's parameters from a checkpoint. After partitioning.
 
-        Args:
-            saved: the checkpoint.
-            saved_names: parameter -> the name under which it was saved, where that is another one.
+        `saved_names` has the name under which a parameter was saved, where that is another one.
         """
         index, shards, kind = saved.index, self.shards(), "optimizer"
         names = {at: saved_names.get(name, name) for at, name in self._names().items()}
@@ -300,7 +290,7 @@ class OptimizerState:
         self._load_masters(master_of)
         state: dict[int, Any] = {}
         for parameter in parameters_of(self.optimizer):
-            position = self._positions[id(parameter)]
+            position = self.positions[id(parameter)]
             name, part = names[position], self._range_of(parameter)
             entry: dict[str, Any] = {}
             for key in index.keys(kind, name):

@@ -55,15 +55,9 @@ class ReductionOptions:
 class GradientReducer:
     """Reduces the gradients of one model's parameters on one rank over its data-parallel group.
 
-    Args:
-        replica: this rank among the replicas.
-        options: what the user chose.
-        settings: gives those of the optimizers, in words that are equal on all replicas.
-        loss_scale: gives that of the optimizers.
-        rounds: what it shares with the reducers of other models.
-        label: of the model.
-        names: gives the name in steps of each parameter and buffer that belongs to it -> name in
-            the model; what it shares with an earlier model belongs to that one.
+    `settings` and `loss_scale` give those of the optimizers, the former in words that are equal on
+    all replicas. What the model shares with an earlier one belongs to that one, and is not in
+    `names`.
     """
 
     def __init__(

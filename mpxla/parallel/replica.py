@@ -23,14 +23,8 @@ __all__ = ["Replica", "equalize"]
 class Replica:
     """One rank, its pipeline, and the ranks that hold the same stages in other replicas.
 
-    Attributes:
-        transport: the session's transport.
-        objects: the session's object communication.
-        group: global ranks that hold the same parameters, by dp_rank.
-        part_group: those of them that hold the same parts of divided parameters.
-        pp_rank: this rank's place in its pipeline.
-        link: messages to the other ranks of the pipeline.
-        store: the model's parameters.
+    The ranks of `group`, by dp_rank, hold the same parameters; those of `part_group` among them
+    hold the same parts of divided ones. `pp_rank` is this rank's place in its pipeline.
     """
 
     transport: Transport
@@ -55,11 +49,6 @@ class Replica:
     def rank(self) -> int:
         """Global rank."""
         return self.transport.rank
-
-    @property
-    def index(self) -> int:
-        """This rank's place in `group`."""
-        return self.group.index(self.rank)
 
     @property
     def count(self) -> int:

@@ -44,11 +44,7 @@ class Rounds:
     ) -> int:
         """Called before every reduction: counts it, and inside `join` finds who takes part.
 
-        Args:
-            description: what will be reduced, in words that are equal on all replicas.
-            settings: of the optimizers, in such words.
-            exchanges: what replicas exchange before they reduce.
-            outline: gives the collectives of the reduction, in their order.
+        Texts are those of `Accord.announce`; the outline has the collectives, in their order.
 
         Returns:
             Index of the replica whose buffers count.

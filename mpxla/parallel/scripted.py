@@ -17,12 +17,7 @@ __all__ = ["without_scripts"]
 
 
 class _Held(nn.Module):
-    """The tensors of a scripted module, and those of its parts.
-
-    Args:
-        script: the module.
-        borrower: the object that gets them for each forward.
-    """
+    """The tensors of a scripted module and of its parts, which a borrower gets for each forward."""
 
     def __init__(self, script: torch.jit.ScriptModule, borrower: Any):
         super().__init__()

@@ -68,11 +68,6 @@ class StochasticRounding:
         self.seed = seed
         self._num_updates = 0
 
-    @property
-    def has_seed(self) -> bool:
-        """Whether there is a seed, of the ranks' agreement or of a checkpoint."""
-        return self.seed is not None
-
     def advance(self) -> None:
         """Counts an update; every rank calls it for each, also one without parameters."""
         self._num_updates += 1

@@ -31,7 +31,7 @@ from mpxla.parallel.lent_gradients import lend_gradient, own_gradient, set_own_g
 from mpxla.parallel.parts import Parts, Pieces
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.state_dicts import to_host
-from mpxla.parallel.sums import GradientPrograms
+from mpxla.parallel.sums import sum_gradients
 from mpxla.parallel.update_copy import Masters, UpdateCopy
 from mpxla.parallel.zero import Shard
 from mpxla.runtime.divided import check_no_gradient
@@ -81,10 +81,7 @@ def exchange_gradients(
 ) -> None:
     """Exchanges gradients for what is computed from them, which may take their memory.
 
-    Args:
-        owners: have a gradient each.
-        backend: of their device.
-        compute: takes the gradients and gives the new ones; they are donated.
+    The owners have a gradient each; what `compute` takes is donated.
     """
     held = backend.adopt([p.grad for p in owners if p.grad is not None])
     set_gradients(owners, [None] * len(owners))  # what somebody sees is not donated
@@ -110,7 +107,7 @@ class ParameterStore:
         ranks: pipeline ranks that hold each parameter and buffer; empty before they are placed.
         is_divided: whether replicas share the updates.
         shards: buckets of parameters that they share the updates of, here.
-        gradients: programs on the gradients of this model.
+        programs: on parameters and gradients of this model.
     """
 
     def __init__(
@@ -127,8 +124,7 @@ class ParameterStore:
         self.ranks: Mapping[str, tuple[int, ...]] = {}
         self.is_divided = False
         self.shards: dict[Bucket, Shard] = {}
-        self._programs = Programs(backend)
-        self.gradients = GradientPrograms(self._programs)
+        self.programs = Programs(backend)
         self._parts: list[Shard | Masters | Parts | Pieces] = []
         self._part_of: dict[str, Shard | Masters | Parts | Pieces] = {}
         self._waiting: dict[str, Buffer] = {}
@@ -220,7 +216,7 @@ class ParameterStore:
                 bucket = replace(narrow, specs=tuple(map(self.gradient_spec, narrow.names)))
                 parameters = self.state.parameters
                 dtype = self._update_dtype(narrow.names[0])
-                shard = Shard(bucket, parameters, dtype, transport, group, self._programs)
+                shard = Shard(bucket, parameters, dtype, transport, group, self.programs)
                 self.shards[bucket] = shard
                 self._add(shard)
 
@@ -241,7 +237,7 @@ class ParameterStore:
         for (holders, dtype), specs in groups.items():
             for bucket in fill_buckets(specs, holders, capacity_bytes):
                 shards = {name: self.state.gradient_shards[name] for name in bucket.names}
-                held, programs = self.state.parameters, self._programs
+                held, programs = self.state.parameters, self.programs
                 self._add(Pieces(shards, held, dtype, transport, group, programs))
 
     def widen(self, names: Iterable[str]) -> None:
@@ -256,7 +252,7 @@ class ParameterStore:
         }
         if narrow:
             assert self.master_dtype is not None, "only masters are wider"
-            masters = Masters(narrow, self.master_dtype, self._programs)
+            masters = Masters(narrow, self.master_dtype, self.programs)
             self._add(masters)
             for name, copy in masters.copies.items() if self.lends_gradients else ():
                 lend_gradient(narrow[name], copy.parameter)
@@ -273,7 +269,7 @@ class ParameterStore:
         if self.state.shards:
             self.is_divided = True
         if names:
-            self._add(Parts(self.state, names, self._update_dtype, self._programs))
+            self._add(Parts(self.state, names, self._update_dtype, self.programs))
 
     def _add(self, part: "Shard | Masters | Parts | Pieces") -> None:
         self._parts.append(part)
@@ -406,7 +402,7 @@ class ParameterStore:
             if not self._is_whole(name):
                 before, dtype = self._waiting.get(name), self.gradient_spec(name).dtype
                 terms = [value] if before is None else [before, value]
-                (self._waiting[name],) = self.gradients.sums([terms], [dtype])
+                (self._waiting[name],) = sum_gradients(self.programs, [terms], [dtype])
 
     def collect_gradients(self) -> None:
         """Masters take gradients that autograd or the user has put on their parameters.
@@ -470,7 +466,7 @@ class ParameterStore:
             [value] if owner.grad is None else [next(held), value]
             for owner, value in zip(owners, values, strict=True)
         ]
-        totals = self.gradients.sums(groups, [owner.dtype for owner in owners])
+        totals = sum_gradients(self.programs, groups, [owner.dtype for owner in owners])
         set_gradients(owners, self.backend.publish(totals))
 
     def take_gradients(self, names: Sequence[str]) -> list[Buffer | None]:

@@ -13,7 +13,7 @@ import torch
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
 
-__all__ = ["GradientPrograms"]
+__all__ = ["cut_gradients", "sum_gradients"]
 
 Cut = tuple[int, tuple[int, ...]]
 """First element of a part in a flat tensor, and the part's shape."""
@@ -42,53 +42,44 @@ def _cut(tensor: torch.Tensor, cuts: Sequence[Cut], dtype: torch.dtype) -> list[
     return [flat[start : start + prod(shape)].view(shape) for start, shape in cuts]
 
 
-class GradientPrograms:
-    """Compiles and runs them."""
+def sum_gradients(
+    programs: Programs,
+    groups: Sequence[Sequence[Buffer]],
+    dtypes: Sequence[torch.dtype],
+    factor: float = 1.0,
+) -> list[Buffer]:
+    """The sum of each group of buffers, each times a factor; started, not waited for.
 
-    def __init__(self, programs: Programs):
-        self._programs = programs
-
-    def sums(
-        self,
-        groups: Sequence[Sequence[Buffer]],
-        dtypes: Sequence[torch.dtype],
-        factor: float = 1.0,
-    ) -> list[Buffer]:
-        """The sum of each group of buffers, each times a factor; started, not waited for.
-
-        Args:
-            groups: the terms of every sum. The last one is spent: the sum may take its memory.
-            dtypes: of every sum; narrower terms are widened before they are added.
-            factor: of all terms.
-        """
-        spec = self._programs.backend.spec
-        results = [group[0] for group in groups]
-        computed = [
-            i
-            for i, (group, dtype) in enumerate(zip(groups, dtypes, strict=True))
-            if len(group) > 1 or factor != 1.0 or spec(group[0]).dtype != dtype
-        ]
-        if not computed:
-            return results
-        counts = tuple(len(groups[i]) for i in computed)
-        terms = [term for i in computed for term in groups[i]]
-        settings = (counts, factor, tuple(dtypes[i] for i in computed))
-        ends = (end - 1 for end in accumulate(counts))
-        spent = [
-            e for e, i in zip(ends, computed, strict=True) if spec(terms[e]).dtype == dtypes[i]
-        ]
-        totals = self._programs.run("sums of gradients", _sums, settings, terms, spent)
-        for index, total in zip(computed, totals, strict=True):
-            results[index] = total
+    Narrower terms are widened before they are added. The last term of a group is spent: the sum may
+    take its memory.
+    """
+    spec = programs.backend.spec
+    results = [group[0] for group in groups]
+    computed = [
+        i
+        for i, (group, dtype) in enumerate(zip(groups, dtypes, strict=True))
+        if len(group) > 1 or factor != 1.0 or spec(group[0]).dtype != dtype
+    ]
+    if not computed:
         return results
+    counts = tuple(len(groups[i]) for i in computed)
+    terms = [term for i in computed for term in groups[i]]
+    settings = (counts, factor, tuple(dtypes[i] for i in computed))
+    ends = (end - 1 for end in accumulate(counts))
+    spent = [e for e, i in zip(ends, computed, strict=True) if spec(terms[e]).dtype == dtypes[i]]
+    totals = programs.run("sums of gradients", _sums, settings, terms, spent)
+    for index, total in zip(computed, totals, strict=True):
+        results[index] = total
+    return results
 
-    def parts(
-        self, value: torch.Tensor | Buffer, cuts: Sequence[Cut], dtype: torch.dtype
-    ) -> list[Buffer]:
-        """Parts of a tensor on the host or of a buffer, on the device; elements count in order."""
-        if not cuts:
-            return []
-        if isinstance(value, torch.Tensor) and value.is_cpu:
-            return self._programs.backend.put(_cut(value, cuts, dtype))
-        settings = (tuple(cuts), dtype)
-        return self._programs.run("parts of gradients", _parts, settings, [value])
+
+def cut_gradients(
+    programs: Programs, value: torch.Tensor | Buffer, cuts: Sequence[Cut], dtype: torch.dtype
+) -> list[Buffer]:
+    """Parts of a tensor on the host or of a buffer, on the device; elements count in order."""
+    if not cuts:
+        return []
+    if isinstance(value, torch.Tensor) and value.is_cpu:
+        return programs.backend.put(_cut(value, cuts, dtype))
+    settings = (tuple(cuts), dtype)
+    return programs.run("parts of gradients", _parts, settings, [value])

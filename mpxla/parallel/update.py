@@ -53,13 +53,9 @@ _MAX_PROGRAMS = 8
 class CompiledUpdate:
     """Runs the `step` of an optimizer whose parameters are on the device.
 
-    Args:
-        optimizer: the optimizer; it gets hooks, and keeps its groups and its state.
-        backend: compiles and runs the update.
-        pieces: update copies that the optimizer holds. A compiled update renews and publishes its
-            masters as well; before others, they are renewed here.
-        rounding: rounds results stochastically; None to the nearest.
-        kept: by earlier starts.
+    The optimizer gets hooks, and keeps its groups and its state. A compiled update renews and
+    publishes the masters among the pieces as well; before others, they are renewed here. Without
+    `rounding`, results are rounded to the nearest.
 
     Attributes:
         reason: why updates are not compiled, or None.
@@ -223,7 +219,7 @@ class CompiledUpdate:
             graph = recall_update(*arguments, (False, rate.dtype, self._counts, origins))
         if self._backend.donates:
             return self._backend.compile(UPDATE, graph, inputs, slots.donated)
-        parts = update_in_parts(UPDATE, graph, inputs, slots.changed, self._backend)
+        parts = update_in_parts(UPDATE, graph, inputs, slots.arrangement.changed, self._backend)
         return parts or self._backend.compile(UPDATE, graph, inputs)
 
     def _give_up(self, reason: str) -> None:

@@ -44,12 +44,7 @@ class UpdateCopy:
 
 
 def renewed(value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """The update copy, with the elements that were written to the compute copy since.
-
-    Args:
-        value: the compute copy, or the part of it.
-        copy: its update copy so far, of the same shape and perhaps wider.
-    """
+    """The update copy, with what was written to the compute copy `value`, or that part, since."""
     # A comparison of values: writes through `.data` leave no trace that one could ask for. NaN is
     # never equal to itself, and comes from the compute copy then.
     return torch.where(value == copy.to(value.dtype), copy, value.to(copy.dtype))
@@ -76,18 +71,7 @@ def rounding(dtypes: Sequence[torch.dtype], *masters: torch.Tensor) -> list[torc
 
 
 class Copies:
-    """Update copies of parameters, of one type: the whole, or a part of each.
-
-    Args:
-        parameters: the compute copies, by name.
-        extents: of each, which elements; None for all.
-        dtype: of the update copies.
-        programs: compiles and runs.
-
-    Attributes:
-        names: of the parameters.
-        copies: by name of the parameter.
-    """
+    """Update copies of parameters, of one type: the whole, or the elements of an extent of each."""
 
     def __init__(
         self,

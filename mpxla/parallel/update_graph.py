@@ -44,13 +44,8 @@ def recall_update(
 ) -> fx.GraphModule:
     """An optimizer's update as one graph, as an earlier start has made it or made now.
 
-    Args:
-        arrangement: what the arguments are.
-        optimizer: the optimizer.
-        inputs: specs of the arguments.
-        backend: for which it is made.
-        kept: by earlier starts; only updates of torch's own optimizers are.
-        settings: the last arguments of `UpdateFunction`.
+    Only updates of torch's own optimizers are kept. The settings are the last arguments of
+    `UpdateFunction`.
 
     Raises:
         LoweringError: the update cannot be traced.
@@ -137,16 +132,10 @@ def _update_graph(
 def _copied(
     part: fx.Graph, graph: fx.Graph, arguments: Sequence[fx.Node], shared: dict[Any, fx.Node]
 ) -> list[fx.Node]:
-    """Copies a graph into another one; gives its results there.
+    """Copies a graph into another one, with nodes of that as its arguments; gives its results.
 
-    Numbers that follow from counts and rates are computed once for all parameters: else they are
-    half of the graph.
-
-    Args:
-        part: the graph.
-        graph: the other one.
-        arguments: nodes there, for its placeholders.
-        shared: such numbers so far, by what they follow from; takes new ones.
+    Numbers that follow from counts and rates are computed once for all parameters, and are in
+    `shared` by what they follow from: else they are half of the graph.
     """
     copies: dict[fx.Node, fx.Node] = {}
     remaining = iter(arguments)

@@ -29,13 +29,9 @@ class UpdateInParts:
     """Some programs as one `Executable`, which takes the memory of its arguments.
 
     The list of arguments it is called with loses what is replaced; new values take the places. So
-    the caller has a value of everything, also after an error in the middle.
-
-    Args:
-        name: for messages.
-        parts: each with the places of its arguments and of its results.
-        changed: the place among the arguments that each result replaces.
-        backend: runs them.
+    the caller has a value of everything, also after an error in the middle. Each part comes with
+    the places of its arguments and of its results; `changed` has the place among all arguments that
+    each result replaces.
     """
 
     def __init__(
@@ -76,12 +72,7 @@ def update_in_parts(
 ) -> UpdateInParts | None:
     """Compiles an update in parts; None where it is small, or where all depends on all.
 
-    Args:
-        name: for messages.
-        module: the update; its nodes have values.
-        inputs: specs of its arguments.
-        changed: the place among the arguments that each result replaces.
-        backend: compiles it.
+    `changed` is that of `UpdateInParts`.
     """
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -46,12 +46,7 @@ def own_attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def copied_attributes(optimizer: Any, shared: Iterable[Any] = ()) -> dict[str, Any]:
-    """Copies of them, so that a trial changes nothing. What cannot be copied is shared.
-
-    Args:
-        optimizer: the optimizer.
-        shared: objects not to be copied.
-    """
+    """Copies of them, so that a trial changes nothing. What is shared or cannot be copied stays."""
     copies: dict[str, Any] = {}
     memo: dict[int, Any] = {id(value): value for value in shared}
     for name, value in own_attributes(optimizer).items():
@@ -77,10 +72,7 @@ def described(optimizer: Any) -> tuple[Any, ...]:
 def describe(value: Any, path: str, above: tuple[int, ...] = ()) -> Any:
     """A value in plain, hashable data: equal if a program that reads it would be the same.
 
-    Args:
-        value: anything.
-        path: what it is called, for the error.
-        above: ids of what it is inside of, for circles.
+    `path` is what it is called in errors; `above` has ids of what it is inside of, for circles.
 
     Raises:
         NotTraceableError: it holds a tensor or an iterator.

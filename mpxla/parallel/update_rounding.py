@@ -36,11 +36,7 @@ def _convert(parameter: nn.Parameter, value: torch.Tensor) -> None:
 class UpdateRounding:
     """Stochastic rounding in the updates of one optimizer.
 
-    Args:
-        optimizer: the inner optimizer.
-        rounding: seed and number of updates.
-        origins: gives for the id of everything in the groups where it is in the model.
-        programs: compiles and runs.
+    `origins` gives for the id of everything in the groups where it is in the model.
     """
 
     def __init__(

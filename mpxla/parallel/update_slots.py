@@ -84,16 +84,15 @@ class Slots:
     """The tensors of one update in the order of the program's arguments, and the way back.
 
     From step to step the same parameters have new gradients and new state: `renew` finds them where
-    the last ones were, for a fraction of what finding their arrangement costs.
+    the last ones were, for a fraction of what finding their arrangement costs. Constants are what
+    `constants_of` says; `source_of` gives the parameter that something in the groups is the master
+    of.
 
     Attributes:
         tensors: parameters, their gradients, their state; every tensor once.
-        trained: the parameters with a gradient, by group.
-        places: the slots of every parameter, by group.
+        arrangement: how they belong to parameters.
         rates: different learning rates of the groups, as the groups hold them.
-        rate_of: for every group the index of its rate; None without one.
-        changed: slots that an update changes, in the order of the program's results.
-        donated: those of them whose memory the results may take.
+        donated: slots that an update changes, and whose memory the results may take.
         held: for every tensor the buffer that it was made of; None where that is not known.
         key: equal for updates that the same program can do.
     """
@@ -106,18 +105,8 @@ class Slots:
         backend: Backend,
         source_of: Callable[[torch.nn.Parameter], torch.nn.Parameter | None] = lambda _: None,
     ):
-        """Finds them.
-
-        Args:
-            optimizer: the optimizer.
-            trained: the parameters with a gradient, by group.
-            constants: what `constants_of` says.
-            backend: of the parameters' device.
-            source_of: the parameter that something in the groups is the master of, if it is one.
-        """
         self._optimizer = optimizer
         self._backend = backend
-        self.trained = trained
         self.tensors: list[Any] = []
         index_of: dict[int, int] = {}
 
@@ -127,51 +116,39 @@ class Slots:
                 self.tensors.append(tensor)
             return index_of[id(tensor)]
 
-        self.places: list[list[Places]] = []
+        places: list[list[Places]] = []
+        self._sources: dict[int, torch.nn.Parameter] = {}
         for parameters in trained:
-            places = []
+            places.append([])
             for p in parameters:
                 state = {
                     key: slot(value)
                     for key, value in optimizer.state.get(p, {}).items()
                     if isinstance(value, torch.Tensor)
                 }
-                source = source_of(p)
-                is_master = source is not None
-                places.append(
-                    Places(slot(p), slot(p.grad), state, slot(source) if is_master else None)
-                )
-            self.places.append(places)
-        self._sources = {
-            place.source: source
-            for parameters, places in zip(trained, self.places, strict=True)
-            for p, place in zip(parameters, places, strict=True)
-            if place.source is not None and (source := source_of(p)) is not None
-        }
-        self.rates, self.rate_of = _rates(optimizer.param_groups)
+                own, source = (slot(p), slot(p.grad), state), source_of(p)
+                if source is not None:
+                    self._sources[slot(source)] = source
+                places[-1].append(Places(*own, None if source is None else slot(source)))
+        self.rates, rate_of = _rates(optimizer.param_groups)
+        flat = list(chain.from_iterable(places))
+        # Sorted as `donated` is: jax gives the memory of the first donated argument of a shape to
+        # the first result of that shape. Else each takes another's, and XLA copies both.
+        changed = sorted({slot for places in flat for slot in places.changed})
+        counts = len(self.tensors), len(self.rates)
+        self.arrangement = Arrangement(trained, places, rate_of, changed, *counts)
         self.key = (
             constants,
             tuple(tuple(id(p) for p in group) for group in trained),
-            tuple(
-                (p.parameter, p.gradient, p.source, *p.state.items())
-                for places in self.places
-                for p in places
-            ),
-            self.rate_of,
+            tuple((p.parameter, p.gradient, p.source, *p.state.items()) for p in flat),
+            rate_of,
         )
-        self._remember()
+        self._remember(flat)
 
-    @property
-    def arrangement(self) -> Arrangement:
-        """How they belong to parameters."""
-        counts = len(self.tensors), len(self.rates)
-        return Arrangement(self.trained, self.places, self.rate_of, self.changed, *counts)
-
-    def _remember(self) -> None:
+    def _remember(self, flat: Sequence[Places]) -> None:
         """Notes where each tensor was found."""
-        flat = list(chain.from_iterable(self.places))
-        self._ids = [list(map(id, group)) for group in self.trained]
-        self._parameters = list(chain.from_iterable(self.trained))
+        self._ids = [list(map(id, group)) for group in self.arrangement.trained]
+        self._parameters = list(chain.from_iterable(self.arrangement.trained))
         self._gradient_places = [places.gradient for places in flat]
         states = self._optimizer.state
         self._states = [states[p] if p in states else None for p in self._parameters]
@@ -182,12 +159,9 @@ class Slots:
             if state is not None
             for key, place in places.state.items()
         ]
-        self._parameter_places = [places.parameter for places in flat]
-        # Sorted as `donated` is: jax gives the memory of the first donated argument of a shape to
-        # the first result of that shape. Else each takes another's, and XLA copies both.
-        self.changed = sorted({slot for places in flat for slot in places.changed})
-        self.donated = sorted(set(self.changed) - set(self._gradient_places))
-        self._written = [*zip(self._parameter_places, self._parameters, strict=True)]
+        parameter_places = [places.parameter for places in flat]
+        self.donated = sorted(set(self.arrangement.changed) - set(self._gradient_places))
+        self._written = [*zip(parameter_places, self._parameters, strict=True)]
         self._written += self._sources.items()
         written = {place for place, _ in self._written}
         self._state_places = list({place for _, _, place in self._entries} - written)
@@ -196,10 +170,6 @@ class Slots:
 
     def renew(self, trained: _Trained, constants: tuple[Any, ...]) -> bool:
         """Takes the tensors of another step, if they are arranged like those of the last one.
-
-        Args:
-            trained: the parameters with a gradient now, by group.
-            constants: what `constants_of` says now.
 
         Returns:
             Whether they are; otherwise this object must not be used any more.
@@ -210,7 +180,7 @@ class Slots:
         if constants != self.key[0]:
             return False
         self.rates, rate_of = _rates(groups)
-        if rate_of != self.rate_of:
+        if rate_of != self.arrangement.rate_of:
             return False
         for parameter, state, size in zip(self._parameters, self._states, self._sizes, strict=True):
             if states.get(parameter) is not state or len(state or ()) != size:
@@ -241,9 +211,7 @@ class Slots:
 
         A view that somebody sees keeps its memory from being taken, and those here would. So do
         views that users hold: parameters with such keep their memory, and are written to later.
-
-        Args:
-            arguments: those of the program. Parameters among them are replaced by their values.
+        Parameters among the program's arguments are replaced by their values.
         """
         taken = set(self.donated)
         for state, key, place in self._entries:
@@ -269,7 +237,7 @@ class Slots:
 
     def store(self, results: Sequence[Buffer]) -> None:
         """Makes a program's results the parameters and the state, and lets go of the old ones."""
-        self._put_back(self.changed, results)
+        self._put_back(self.arrangement.changed, results)
 
     def _put_back(self, places: Sequence[int], values: Sequence[Buffer]) -> None:
         self._forget()

@@ -1,4 +1,7 @@
-"""The state of an optimizer before its first step: what it starts from, and counters shared."""
+"""The state of an optimizer before its first step: what it starts from, and counters shared.
+
+An optimizer is found out about by trying a copy of it on a few numbers; it stays as it is.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -31,12 +34,7 @@ def share_counters(
     """Gives parameters with the same count of steps one tensor for it, on their device.
 
     Counters on the host are those of a loaded state; counters of `new` parameters are all zero.
-
-    Args:
-        states: of all parameters.
-        new: those that have just got theirs.
-        backend: of their device.
-        counts: what `counts_of` says.
+    `counts` is what `counts_of` says.
     """
     shared: dict[tuple[str, float], torch.Tensor] = {}  # moments of scalars by what they are
     fresh = set(map(id, new))
@@ -59,9 +57,6 @@ def counts_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
 
     The state of a parameter that is one number itself (a temperature, a scale) does not show that:
     its moments are numbers too, and are not to be shared.
-
-    Args:
-        optimizer: is tried on a vector, and stays as it is.
     """
     try:
         _, state = _tried(optimizer, (3,), torch.float32, None)
@@ -78,12 +73,7 @@ def zeros_for(start: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def dtypes_of_start(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Types of the state that a fresh optimizer makes; nothing if it does not run on the host.
-
-    Args:
-        optimizer: stays as it is.
-        dtype: of the parameters.
-    """
+    """Types of the state that a fresh optimizer makes; nothing if it does not run on the host."""
     try:
         states = [_tried(optimizer, shape, dtype, None)[1] for shape in ((3,), (3, 2))]
     except Exception:  # an optimizer may raise anything on what it was not written for
@@ -101,11 +91,8 @@ def starts_from_zeros(
 ) -> dict[str, torch.Tensor] | None:
     """State that a fresh optimizer makes of a vector, if it might have started from zeros.
 
-    None as well if a matrix has other state than a vector (Adafactor).
-
-    Args:
-        optimizer: stays as it is.
-        dtype: of the parameters; some optimizers keep state of a type of its own.
+    None as well if a matrix has other state than a vector (Adafactor). Some optimizers keep state
+    of a type of its own for a parameter's dtype.
     """
     vector, matrix = (_start_of(optimizer, shape, dtype) for shape in ((3,), (3, 2)))
     if vector is None or matrix is None or vector.keys() != matrix.keys():
@@ -136,9 +123,6 @@ def idles_without_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
     One that reads `p.grad` without a look at it fails there, and one that decays weights before it
     looks would decay them twice. What cannot be tried on the host passes.
-
-    Args:
-        optimizer: stays as it is.
     """
     shape, dtype = (3, 2), torch.float32
     try:

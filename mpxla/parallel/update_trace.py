@@ -46,11 +46,7 @@ def clone_optimizer(
 ) -> Any:
     """An optimizer of the same class on other tensors, without hooks, which may be tried.
 
-    Args:
-        optimizer: the optimizer.
-        groups: param groups of the other tensors.
-        state: their state.
-        own: attributes of its class; None for copies of those of the optimizer.
+    `own` are attributes of its class; None for copies of those of the optimizer.
     """
     clone = object.__new__(type(optimizer))
     hooks = {k: OrderedDict() for k in vars(optimizer) if k.startswith("_optimizer_")}

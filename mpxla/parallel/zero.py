@@ -26,7 +26,7 @@ from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Buffer
 from mpxla.parallel.buckets import Bucket, Packer
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.sums import GradientPrograms
+from mpxla.parallel.sums import cut_gradients
 from mpxla.parallel.update_copy import Copies, Range
 from mpxla.stage.spec import TensorSpec
 
@@ -67,7 +67,6 @@ class Shard(Copies):
         self._length = bucket.num_elements // bucket.parts
         self._transport = transport
         self._group = group
-        self._gradients = GradientPrograms(programs)
         self._dtype, self._piece_dtype = parameters[bucket.names[0]].dtype, dtype
         self._ranges = ranges_of(bucket, group.index(transport.rank))
         held = {name: parameters[name] for name in self._ranges}
@@ -90,7 +89,7 @@ class Shard(Copies):
         else:
             flat = self._packer(self._programs.backend.adopt(self._held), 1.0)
         handle = self._transport.all_gather(flat, self._group)
-        return lambda: self._gradients.parts(handle.result(), self.bucket.cuts, self._dtype)
+        return lambda: cut_gradients(self._programs, handle.result(), self.bucket.cuts, self._dtype)
 
     def parts_of(
         self, flat: torch.Tensor, trained: frozenset[str]
@@ -108,4 +107,4 @@ class Shard(Copies):
                 parameters.append(self.copies[name].parameter)
                 cuts.append((start, (end - first,)))
             start += end - first
-        return parameters, self._gradients.parts(flat, cuts, self.bucket.dtype)
+        return parameters, cut_gradients(self._programs, flat, cuts, self.bucket.dtype)

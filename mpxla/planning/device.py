@@ -70,10 +70,8 @@ class DeviceModel:
     def reduce_scatter_s(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Seconds of a reduce-scatter, or of an all-gather, which moves as much.
 
-        Args:
-            num_bytes: of the whole on every device.
-            size: members of the group.
-            stride: distance of neighbours in the group.
+        Every device has `num_bytes` of the whole; `stride` is the distance of neighbours in the
+        group.
         """
         if size == 1:
             return 0.0

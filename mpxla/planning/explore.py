@@ -62,13 +62,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Explored:
-    """The result of a search.
-
-    Attributes:
-        best: what fits, the fastest first.
-        num_layouts: how many there are.
-        num_simulated: how many had to be simulated.
-    """
+    """The layouts that fit, the fastest first; how many there are, and had to be simulated."""
 
     best: tuple[Prediction, ...]
     num_layouts: int
@@ -121,7 +115,9 @@ def explore(model: Transformer, device: DeviceModel, num_devices: int, space: Sp
         if max(memory_of(work.layout, work.layout.num_microbatches(model), costs)) > limit:
             continue
         num_simulated += 1
-        found = sorted([*found, predict(work, costs)], key=_order)[:_NUM_BEST]
+        found.append(predict(work, costs))
+        found.sort(key=lambda one: (one.step_s, max(one.rank_bytes), str(one.layout)))
+        del found[_NUM_BEST:]
     if not found:
         raise ConfigError(_does_not_fit(works, device))
     return Explored(tuple(found), len(works), num_simulated)
@@ -187,10 +183,6 @@ def _impossible(model: Transformer, num_devices: int, space: Space) -> str:
         f"{model.global_batch}; for instance as replicas alone: {'; '.join(why)}. Use another "
         "number of devices or another --global-batch."
     )
-
-
-def _order(found: Prediction) -> tuple[float, int, str]:
-    return found.step_s, max(found.rank_bytes), str(found.layout)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -22,12 +22,9 @@ def shipped(kind: str) -> list[str]:
 
 
 def read_file(kind: str, name: str, into: type[_Described]) -> _Described:
-    """Reads a device or a model.
+    """Reads a device or a model ("device" or "model"), by the name of a shipped file or a path.
 
-    Args:
-        kind: "device" or "model".
-        name: of a shipped file, or the path of another.
-        into: dataclass whose fields are the keys of the file; numbers must be above zero.
+    The fields of the dataclass are the keys of the file; numbers must be above zero.
 
     Raises:
         ConfigError: there is no such file, or its keys or values are wrong; the text lists all

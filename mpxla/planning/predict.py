@@ -57,10 +57,6 @@ class Prediction:
 def predict(work: Work, costs: StepCosts | None = None) -> Prediction:
     """Predicts a step.
 
-    Args:
-        work: model, layout and device.
-        costs: the result of `step_costs`, if it is there already.
-
     Raises:
         ConfigError: the model cannot be spread like that.
         ScheduleError: there is no such schedule.

@@ -52,22 +52,10 @@ def plan_stages(
     divide: Callable[[LoweredStage], LoweredStage] = lambda lowered: lowered,
     tells: bool = True,
 ) -> dict[int, PlannedStage]:
-    """Lowers the stages of one rank.
+    """Lowers the stages of one rank; gives them by index.
 
-    Args:
-        stages: those of the rank.
-        actions: its schedule.
-        pp_rank: the rank, for messages.
-        lowering: what the backend wants.
-        activation_memory: the key of the configuration.
-        is_training: whether to derive backwards.
-        for_speed: as for `TracedStage`.
-        divided: names of parameters of which this rank has a part.
-        divide: makes a lowered stage take parts of those.
-        tells: whether to log how much of a number of bytes is used.
-
-    Returns:
-        The stages by index.
+    `divide` makes a lowered stage take parts of the parameters that are `divided`; `for_speed` is
+    that of `TracedStage`. How much of a number of bytes is used is logged if the function `tells`.
 
     Raises:
         ConfigError: the rank cannot do with so many bytes.

@@ -36,12 +36,7 @@ MOST_WAYS = 32
 
 
 class Asking:
-    """What is known of functions that ask.
-
-    Args:
-        plans: all plans, questions among them.
-        num_replicas: that train together.
-    """
+    """What is known of functions that ask."""
 
     def __init__(self, plans: Plans, num_replicas: int):
         self._plans, self._num_replicas = plans, num_replicas
@@ -166,13 +161,8 @@ def whole_way(
     """A way through a step that begins with a question; None if each raises.
 
     It need not be the way that is taken, but for what buffers decide: what has to be initialized
-    first is placed by what does that.
-
-    Args:
-        question: a capture's.
-        call: as the question was captured for it.
-        told: what a question says before models are placed, if it can.
-        cut_again: captures a call with more answers.
+    first is placed by what does that. `told` gives what a question says before models are placed,
+    if it can; `cut_again` captures a call with more answers.
     """
     cut, answers = question, call.signature.answers or ()
 
@@ -195,12 +185,7 @@ def whole_way(
 
 
 def _problem_of_draws(function: str, plans: Iterable[Plan]) -> str | None:
-    """Why answers do not hold: a question draws other random numbers than the step.
-
-    Args:
-        function: the step function.
-        plans: of one call, questions and others.
-    """
+    """Why answers of a call do not hold: a question draws other random numbers than the step."""
     questions = [plan for plan in plans if plan.is_question]
     for plan in plans:
         for question in questions:
@@ -220,12 +205,7 @@ def _problem_of_draws(function: str, plans: Iterable[Plan]) -> str | None:
 
 
 def _problem_of_number(plan: Plan, known: Iterable[Plan]) -> str | None:
-    """Why a new way is one too many; None if it is not.
-
-    Args:
-        plan: the way.
-        known: all plans.
-    """
+    """Why a new way is one too many among all plans; None if it is not."""
     if sum(not other.is_question and other.key == plan.key for other in known) <= MOST_WAYS:
         return None
     return (

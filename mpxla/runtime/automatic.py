@@ -63,12 +63,8 @@ _MOST_MEASURED = 12
 class Choice:
     """A configuration with open keys filled in, and what it is predicted to take.
 
-    Attributes:
-        keys: the chosen keys.
-        step_s: seconds per step.
-        rank_bytes: memory of the fullest rank.
-        default_s: seconds per step with the defaults of all open keys.
-        fits: whether the fullest rank has the memory.
+    Seconds are per step, also with the defaults of all open keys; the bytes, which may not fit, are
+    those of the fullest rank.
     """
 
     keys: Mapping[str, Any]
@@ -136,10 +132,8 @@ def heaviest_nodes(problem: PartitionProblem) -> set[str]:
 def device_bytes(counters: Mapping[str, int] | None, num_local_ranks: int) -> int:
     """Memory that a rank may fill.
 
-    Args:
-        counters: what the device counts; None where it lives on the host's memory, of which every
-            rank of the host gets an equal part.
-        num_local_ranks: ranks on this host.
+    Without counters of a device, it is the host's memory, of which every rank of the host gets an
+    equal part.
     """
     if counters is not None and "bytes_limit" in counters:
         return int(_MEMORY_SHARE * counters["bytes_limit"])
@@ -158,13 +152,9 @@ def choose(
     limit_bytes: int,
     machine: MachineModel,
 ) -> Choice:
-    """Simulates the candidates.
+    """Simulates the candidates for the keys that are open.
 
-    Args:
-        config: whose open keys are chosen.
-        cut: cuts the step for a configuration.
-        limit_bytes: memory of a rank.
-        machine: rates of the target, for what was not measured.
+    `cut` cuts the step for a configuration.
 
     Returns:
         The fastest that fits, of nearly equal ones the simplest; if none fits, the smallest.
@@ -233,13 +223,9 @@ def _step_s(
 def bytes_of_divided(
     cut: CutStep, config: Config, shards: Mapping[str, FlatShard], gathers_once: bool
 ) -> int:
-    """Bytes of the fullest rank where parameters are divided over replicas.
+    """Bytes of the fullest rank where parameters are divided over replicas, by these shards.
 
-    Args:
-        cut: the step.
-        config: its schedule and what stages keep.
-        shards: of the parameters that are divided, by name.
-        gathers_once: whether they are whole for as long as a step runs; else two blocks are.
+    They are whole for as long as a step runs if it gathers once; else two blocks are.
     """
     held, weights = dict(cut.partition.parameter_bytes), cut.problem.weight_bytes
     blocks: Counter[str] = Counter()
@@ -254,10 +240,7 @@ def bytes_of_divided(
 def _fullest(cut: CutStep, config: Config, held: Mapping[str, int] | None = None) -> int:
     """Bytes of the fullest rank: parameters and their state, and activations at their peak.
 
-    Args:
-        cut: the step.
-        config: its schedule and what stages keep.
-        held: bytes of every parameter with its state; by default those of the partition.
+    `held` are those of every parameter with its state, by default as the partition has them.
     """
     partition = cut.partition
     sizes = partition.rank_bytes(partition.parameter_bytes if held is None else held)

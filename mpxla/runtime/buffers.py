@@ -82,13 +82,9 @@ class LiveValues:
         saved: Sequence[Buffer],
         sizes: Sequence[int] = (),
     ) -> None:
-        """Keeps what the backward of (stage, microbatch) needs.
+        """Keeps what the backward of (stage, microbatch) needs, or the second part of it.
 
-        Args:
-            stage: that has run its forward, or the first part of its backward.
-            microbatch: which one.
-            saved: everything that the backward reads.
-            sizes: their bytes; 0 for those that do not exist once per microbatch.
+        Sizes are bytes, 0 for values that do not exist once per microbatch.
         """
         self._saved[stage, microbatch] = saved
         # The sizes come from the compiled stage: to ask a buffer costs more than to keep it.
@@ -126,14 +122,7 @@ class LiveValues:
     def move_out(
         self, stage: int, microbatch: int, names: Sequence[int], copies: Sequence[torch.Tensor]
     ) -> None:
-        """Lets go of saved values that were copied to the host.
-
-        Args:
-            stage: whose forward saved them.
-            microbatch: which one.
-            names: their identities.
-            copies: what is kept instead.
-        """
+        """Lets go of saved values, by their identities, that were copied to the host."""
         key = stage, microbatch
         number = {name: place for place, name in enumerate(names)}
         places = [number.get(id(value)) for value in self._saved[key]]
@@ -152,13 +141,7 @@ class LiveValues:
     def move_in(
         self, stage: int, microbatch: int, arrival: Callable[[], list[torch.Tensor]]
     ) -> None:
-        """What was moved out is on its way back: its memory on the device is taken.
-
-        Args:
-            stage: whose backward reads it.
-            microbatch: which one.
-            arrival: waits for it.
-        """
+        """What was moved out is on its way back: its memory on the device is taken."""
         away = self._away[stage, microbatch]
         away.arrival = arrival
         self.saved_bytes += away.num_bytes

@@ -13,12 +13,7 @@ __all__ = ["ControlChannel"]
 
 
 class ControlChannel:
-    """Announcements inside one pipeline.
-
-    Args:
-        transport: the session's transport.
-        group: global ranks of the pipeline, by pp_rank.
-    """
+    """Announcements inside one pipeline."""
 
     def __init__(self, transport: Any, group: Sequence[int]):
         self._objects = Objects(transport, DATA._replace(channel="control"))

@@ -74,18 +74,6 @@ class CutStep:
                 holders.setdefault(name, set()).add(self.placement[stage.index])
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
-    def trained_stages(self) -> dict[str, tuple[int, ...]]:
-        """Stages that contribute to each parameter's gradient."""
-        stages: dict[str, list[int]] = {}
-        for stage in self.stages:
-            for name in stage.trained:
-                stages.setdefault(name, []).append(stage.index)
-        return {name: tuple(found) for name, found in stages.items()}
-
-    def owner_of_result(self) -> dict[int, int]:
-        """Stage that computes each result of the step."""
-        return {index: stage.index for stage in self.stages for index in stage.results}
-
     def result_specs(self) -> dict[int, TensorSpec]:
         """Spec of each result of the step."""
         return {

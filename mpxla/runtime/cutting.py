@@ -61,15 +61,7 @@ _PART_OF_LAYERS = (
 class StepCutter:
     """Captures and cuts steps for this rank.
 
-    Args:
-        session: configuration, topology and backend.
-        kept: what earlier starts have found out.
-        states: parameters and buffers of all models.
-        members: the models by label; the engine adds to it.
-        placement: where parameters and buffers live.
-        control: what the first rank of the pipeline tells the others.
-        life: says what a compilation is doing.
-        config: the session's, for all batches of a step.
+    The engine adds members, by label. The configuration is for all batches of a step.
 
     Attributes:
         is_tracing: whether a step function is being captured.
@@ -162,13 +154,8 @@ class StepCutter:
     ) -> CutStep:
         """A captured step in stages.
 
-        Args:
-            step: what was captured.
-            measured_s: seconds of its operators; estimated where not given.
-            saved: what backwards keep, as an earlier cut found it.
-            fixed: parameter, or buffer that the step changes -> its pipeline ranks; by default
-                where parameters live, and buffers that other steps change.
-            config: to cut by in place of the own one.
+        Times and what backwards keep are estimated where not given. `fixed` says where parameters
+        live, and buffers that steps change; by default it is where they do.
         """
         stateful = self._placement.stateful
         if step.is_question:  # another way may change what it reads

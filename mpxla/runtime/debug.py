@@ -50,14 +50,7 @@ def show_prints(
     microbatches: Sequence[int],
     view: Callable[[Any], torch.Tensor],
 ) -> None:
-    """Writes what a step has to show on this rank.
-
-    Args:
-        prints: of the step.
-        results: this rank's, by (result index, microbatch).
-        microbatches: those that have run.
-        view: waits for a result and gives it on the host.
-    """
+    """Writes what a step has to show on this rank, by results of (result index, microbatch)."""
     for microbatch in microbatches:
         for shown in prints:
             if shown.check is None and (shown.result, microbatch) in results:
@@ -74,12 +67,7 @@ def problem_of_checks(
 ) -> str | None:
     """Which check of a step has failed, as a text for the user; waits for the step.
 
-    Args:
-        prints: of the step.
-        function: the step function, for the text.
-        microbatches: those that have run.
-        fetch: result index -> its tensors, one per microbatch. All ranks of the pipeline.
-        view: gives a result on the host.
+    `fetch` gives the tensors of a result by its index; all ranks of the pipeline call it.
     """
     for check in prints:
         if check.check is None:

@@ -17,11 +17,7 @@ __all__ = ["DividedParameter", "check_no_gradient"]
 
 
 def check_no_gradient(name: str, parameter: nn.Parameter) -> None:
-    """Checks that nobody has put a gradient on a parameter whose updates ranks divide.
-
-    Args:
-        name: of the parameter.
-        parameter: in the module, where no optimizer looks.
+    """Checks that a parameter in a module, where no optimizer looks, has got no gradient.
 
     Raises:
         StepError: somebody has.
@@ -65,9 +61,6 @@ class DividedParameter(Valueless, nn.Parameter):
 
     def check(self, name: str) -> None:
         """Checks that nobody has written to it, nor put a gradient on it.
-
-        Args:
-            name: of the parameter.
 
         Raises:
             StepError: somebody has.

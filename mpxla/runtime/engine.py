@@ -71,11 +71,6 @@ class StepEngine:
 
     A model is placed when the first step that uses it runs; later steps follow where it lives.
 
-    Args:
-        session: configuration, topology and transport.
-        link: messages between pipeline ranks.
-        reducers: reductions of gradients over replicas.
-
     Attributes:
         calls: how the ranks agree on calls, and the plans that are known.
         placement: where parameters and buffers live.
@@ -135,11 +130,7 @@ class StepEngine:
         )
 
     def add(self, member: Member) -> str:
-        """Takes in a model.
-
-        Returns:
-            Its label, by which it is named from then on.
-        """
+        """Takes in a model; gives the label by which it is named from then on."""
         label = self._states.add(member.state)
         self._members[label] = member
         return label
@@ -162,11 +153,7 @@ class StepEngine:
     ) -> Any:
         """Runs one call of a step function. Every rank of the pipeline must call it.
 
-        Args:
-            rule: the function.
-            args: its arguments.
-            kwargs: likewise.
-            lent: labels of models that have the values of a copy, which cannot be trained.
+        Models that are `lent` have the values of a copy, and cannot be trained.
 
         Raises:
             StepError: the call cannot be carried out; raised on all ranks of the pipeline.

@@ -31,20 +31,9 @@ def exchange_results(
     pp_rank: int,
     link: PipelineLink,
 ) -> dict[int, Result]:
-    """Sends this rank's results and expects those of the others.
-
-    Args:
-        cut: the step in stages.
-        results: this rank's results by (result index, microbatch).
-        microbatches: those that have run.
-        pp_rank: this rank.
-        link: messages between pipeline ranks.
-
-    Returns:
-        The results by their index.
-    """
+    """Sends this rank's results, by (result index, microbatch), and expects those of the others."""
     shown = {p.result for p in cut.step.prints if p.check is None}  # where they are
-    owned = cut.owner_of_result().items()
+    owned = ((i, stage.index) for stage in cut.stages for i in stage.results)
     owner = {i: cut.placement[s] for i, s in owned if i not in shown}
     specs = cut.result_specs()
     indices = {rank: [i for i in sorted(owner) if owner[i] == rank] for rank in set(owner.values())}
@@ -76,12 +65,7 @@ class _OwnResult:
 
 
 class _Message:
-    """All results of another rank, until the first of them is looked at.
-
-    Args:
-        wait: waits for the message and gives its tensors.
-        count: how many tensors each result has.
-    """
+    """All results of another rank, with `count` tensors each, until the first is looked at."""
 
     def __init__(self, wait: Callable[[], list[torch.Tensor]], count: int):
         self._wait, self._count = wait, count

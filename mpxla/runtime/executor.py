@@ -107,14 +107,9 @@ class StepRun:
 class Executor:
     """Runs the actions of one rank for one compiled step.
 
-    Args:
-        stages: the stages that this rank runs, by index.
-        forward_transfers: all messages of activations, from any stage to any other.
-        backward_transfers: all messages of gradients.
-        link: sends and receives between ranks.
-        on_reduce: called with a stage whose gradients are complete.
-        input_leaves: which values that a stage reads are step inputs: stage -> name -> leaf.
-        backend: of the device, for schedules that move saved values to the host.
+    `on_reduce` is called with a stage whose gradients are complete. `input_leaves` tells which
+    values that a stage reads are step inputs: stage -> name -> leaf. The backend is for schedules
+    that move saved values to the host.
     """
 
     def __init__(

@@ -83,12 +83,6 @@ class Forecast:
 def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowering) -> Forecast:
     """Predicts a step.
 
-    Args:
-        cut: the step in stages.
-        config: schedule, number of microbatches and memory for activations.
-        machine: rates of the target.
-        lowering: what the backend wants.
-
     Raises:
         ConfigError: a rank has too little memory for activations.
         ScheduleError: the schedule cannot run.
@@ -119,14 +113,7 @@ def predict_costs(
 ) -> list[StepCosts]:
     """What a step takes and keeps under any schedule, with whole or split backwards.
 
-    Args:
-        cut: the step in stages.
-        machine: rates of the target.
-        lowering: what the backend wants.
-        shares: how much stages keep for their backwards, as for `TracedStage.lowered`.
-
-    Returns:
-        One for every share.
+    One for every share that stages keep for their backwards, see `TracedStage.lowered`.
     """
     traced = [TracedStage(stage, cut.step.is_training, lowering) for stage in cut.stages]
     found: list[StepCosts] = []
@@ -147,14 +134,7 @@ def _step_costs(
     lowered: list[LoweredStage],
     splits: Mapping[int, SplitBackward],
 ) -> StepCosts:
-    """Times, saved bytes and parameters of a step in stages.
-
-    Args:
-        cut: the step in stages.
-        machine: rates of the target.
-        lowered: every stage, for what it really saves.
-        splits: the split backwards among them.
-    """
+    """Times, saved bytes and parameters of a step in stages."""
     first = cut.placement[0]
     held = [
         held_bytes(stage, splits.get(stage.spec.index), cut.placement[stage.spec.index] == first)

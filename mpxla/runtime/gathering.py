@@ -18,11 +18,7 @@ __all__ = ["Gathering"]
 class Gathering:
     """Makes whole parameters of the parts that the ranks of a group have.
 
-    Args:
-        names: of the parameters that this rank's stages read; the same on all ranks of the group.
-        shards: which elements this rank has, of those that are divided.
-        members: the group.
-        backend: of this rank's device.
+    All of them name the same parameters: those that their stages read.
     """
 
     def __init__(
@@ -42,11 +38,7 @@ class Gathering:
         return tuple(self._shards)
 
     def __call__(self, held: Mapping[str, Buffer]) -> dict[str, Buffer]:
-        """Whole parameters by name. All ranks of the group call it.
-
-        Args:
-            held: this rank's parts.
-        """
+        """Whole parameters by name. All ranks of the group call it."""
         ranks, transport = self._members
         handles = [
             transport.all_gather(shard.padded(self._backend.view(held[name])), ranks)

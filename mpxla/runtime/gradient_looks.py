@@ -20,11 +20,7 @@ def show_gradients(
     hooks: Iterable[tuple[str, Callable[[torch.Tensor], Any]]],
     states: ModelStates,
 ) -> None:
-    """Calls hooks of parameters that are on this rank.
-
-    Args:
-        hooks: names of parameters, each with a hook.
-        states: parameters of all models.
+    """Calls hooks, each with the name of its parameter, of parameters on this rank.
 
     Raises:
         MpxlaError: a hook changes the gradient, or gives another one.

@@ -22,10 +22,7 @@ __all__ = ["HostCopies"]
 class HostCopies:
     """The copies of one step on one rank; to be closed after it.
 
-    Args:
-        values: of the step.
-        backend: of the rank's device.
-        note: is told of every copy, when it is done: its action, begin and end, monotonic.
+    `note` is told of every copy, when it is done: its action, begin and end, monotonic.
     """
 
     def __init__(
@@ -42,12 +39,7 @@ class HostCopies:
         self._begun: dict[Action, tuple[list[int], Future[list[torch.Tensor]]]] = {}
 
     def offload(self, action: Action, there_anyway: Sequence[Buffer]) -> None:
-        """Begins to copy what a forward saved.
-
-        Args:
-            action: the offload.
-            there_anyway: values that stay on the device, such as the inputs of the step.
-        """
+        """Begins to copy what a forward saved, but for what is there anyway, such as inputs."""
         stays = set(map(id, there_anyway))
         own = self._values.own(action.stage, microbatch_of(action))
         moved = [value for value in own if id(value) not in stays]

@@ -42,10 +42,7 @@ class Identities:
 def is_same(a: Any, b: Any, assumed: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Whether the objects are one, are functions that say the same, or compare as equal.
 
-    Args:
-        a: one object.
-        b: the other.
-        assumed: pairs under comparison, which a function that refers to itself meets again.
+    `assumed` are pairs under comparison, which a function that refers to itself meets again.
     """
     pair = (id(a), id(b))
     if a is b or pair in assumed:

@@ -20,10 +20,7 @@ __all__ = ["IndexChecks"]
 class IndexChecks:
     """What is checked of one captured step.
 
-    Args:
-        mode: the value of the key: "inputs", "all" or "off".
-        step: the step; in mode "all" with the results that `with_extremes` adds.
-        backend: gives values on the host.
+    In mode "all" the step has the results that `with_extremes` adds.
     """
 
     def __init__(self, mode: str, step: StepGraph, backend: Backend):
@@ -41,13 +38,9 @@ class IndexChecks:
     def problem_of_inputs(
         self, signature: Signature, tensors: Mapping[int, Sequence[torch.Tensor]]
     ) -> str | None:
-        """What is wrong with the inputs of a call, as a text for the user.
+        """What is wrong with the inputs of a call, as a text for the user. First pipeline rank.
 
         Tensors on an accelerator are not looked at, since the host would have to wait for them.
-
-        Args:
-            signature: of the call.
-            tensors: tensor leaves of the microbatches that run. First pipeline rank only.
         """
         if not self._inputs:
             return None
@@ -80,10 +73,7 @@ class IndexChecks:
     ) -> str | None:
         """What is wrong with the indices that the programs report; waits for the step.
 
-        Args:
-            function: the step function, for the text.
-            microbatches: those that have run.
-            fetch: result index -> its tensors, one per microbatch. All ranks of the pipeline.
+        `fetch` gives the tensors of a result by its index; all ranks of the pipeline call it.
         """
         for place, use in enumerate(self._reported):
             extremes = fetch(self._first + place)

@@ -38,12 +38,7 @@ _Decision = tuple[str, dict[str, Any], dict[str, float]]
 
 
 class KeptSteps:
-    """Keeps what is found out about steps.
-
-    Args:
-        kept: where.
-        backend: for which steps are lowered and measured.
-    """
+    """Keeps what is found out about steps."""
 
     def __init__(self, kept: Kept, backend: Backend):
         self._kept, self._backend = kept, backend
@@ -58,24 +53,22 @@ class KeptSteps:
         def make() -> _Saved:
             return saved_tensors(step, self._backend.lowering)
 
-        return self._kept.recall(self._key("saved", step), make, _as_json, read)
+        key = self._key("saved", lambda: _texts_of_step(step))
+        return self._kept.recall(key, make, _as_json, read)
 
     def decision(self, step: StepGraph, facts: Any, decide: Callable[[], _Decision]) -> _Decision:
         """A log line, chosen keys, measured seconds of operators: an earlier start's, or new ones.
 
         That also lets starts of a job compute the same numbers, where a measurement would differ.
-
-        Args:
-            step: the step.
-            facts: what else decides.
-            decide: finds them.
+        `facts` are what else decides.
         """
 
         def read(found: bytes) -> _Decision:
             line, keys, measured_s = json.loads(found)
             return f"{line} (an earlier start has measured that)", keys, measured_s
 
-        return self._kept.recall(self._key("decision", step, facts), decide, _as_json, read)
+        key = self._key("decision", lambda: _texts_of_step(step, facts))
+        return self._kept.recall(key, decide, _as_json, read)
 
     def planned(
         self,
@@ -83,42 +76,27 @@ class KeptSteps:
         facts: Any,
         plan: Callable[[], dict[int, PlannedStage]],
     ) -> dict[int, PlannedStage]:
-        """The stages of a rank as `plan_stages` lowers them.
-
-        Args:
-            stages: those of the rank.
-            facts: what else decides.
-            plan: lowers them.
-        """
-        key = self._key_of_stages(stages, facts)
+        """The stages of a rank as `plan_stages` lowers them; `facts` are what else decides."""
+        key = self._key("stages", lambda: [*map(_text_of_stage, stages), described(facts)])
         return self._kept.recall(key, plan, _dumped, lambda found: _restored(found, stages))
 
-    def _key_of_stages(self, stages: Sequence[StageSpec], facts: Any) -> str | None:
-        if not self._kept:
-            return None
-        try:
-            texts = [_text_of_stage(stage) for stage in stages]
-            return key_of("stages", *self._ambient(), *texts, described(facts))
-        except UnknownValueError:
-            return None
-
-    def _key(self, what: str, step: StepGraph, *others: Any) -> str | None:
+    def _key(self, what: str, texts: Callable[[], Sequence[str]]) -> str | None:
         """None if nothing is kept, or if the step computes with something unknown."""
         if not self._kept:
             return None
-        roles = step.inputs, step.outputs, step.is_training
         try:
-            texts = _text_of_graph(step.graph), described((roles, others))
-            return key_of(what, *self._ambient(), *texts)
+            return key_of(what, self._backend.name, torch_settings(), *texts())
         except UnknownValueError:
             return None
-
-    def _ambient(self) -> tuple[str, str]:
-        return self._backend.name, torch_settings()
 
 
 def _as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
+
+
+def _texts_of_step(step: StepGraph, *others: Any) -> tuple[str, str]:
+    roles = step.inputs, step.outputs, step.is_training
+    return _text_of_graph(step.graph), described((roles, others))
 
 
 def _text_of_graph(graph: fx.Graph) -> str:

@@ -18,13 +18,7 @@ __all__ = ["Arrival", "PipelineLink"]
 
 
 class PipelineLink:
-    """Sends to and receives from the other ranks of this rank's pipeline.
-
-    Args:
-        transport: the session's transport.
-        group: global ranks of the pipeline, by pp_rank.
-        backend: puts received tensors on the device.
-    """
+    """Sends to and receives from the other ranks of this rank's pipeline, by pp_rank."""
 
     def __init__(self, transport: Any, group: Sequence[int], backend: Backend):
         self._transport = transport
@@ -86,12 +80,7 @@ class PipelineLink:
 
 
 class Arrival:
-    """A message under way.
-
-    Args:
-        wait: waits for the message and gives its tensors where the transport puts them.
-        backend: puts them on the device.
-    """
+    """A message under way."""
 
     def __init__(self, wait: Callable[[], list[torch.Tensor]], backend: Backend):
         self._wait = wait

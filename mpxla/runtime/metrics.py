@@ -49,10 +49,7 @@ class _Calls:
 class Meter:
     """Counts what happens on one rank.
 
-    Args:
-        backend: counts compilations and the device's memory.
-        transport: counts what is sent.
-        num_replicas: of the model, each with a batch of its own.
+    Each replica of the model has a batch of its own.
 
     Attributes:
         num_steps: calls of step functions that train.
@@ -79,14 +76,9 @@ class Meter:
         waited_s: float,
         samples: int | None,
     ) -> None:
-        """A step function has run.
+        """A step function has run, from begin to end in seconds of one clock.
 
-        Args:
-            function: its name.
-            is_training: whether it calls `model.backward`.
-            span: begin and end of the call, in seconds of one clock.
-            waited_s: seconds in which the host waited for messages.
-            samples: in the batch of this replica; None where they are not known.
+        Samples are those of this replica's batch; None where they are not known.
         """
         calls = self._functions.setdefault(function, _Calls(is_training, samples))
         calls.samples = samples

@@ -21,13 +21,9 @@ _PERIOD_S = 1.0
 
 
 class MetricsFile:
-    """Writes one rank's file until it is closed.
+    """Writes one rank's file until it is closed; on several hosts, the folder is shared.
 
-    Args:
-        folder: of all ranks' files; made if it is not there. On several hosts a shared one.
-        rank: of this process.
-        world_size: number of processes.
-        read: gives what is to be written, as plain data; called by a thread.
+    A thread calls `read`, which gives plain data.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, read: Callable[[], Any]):

@@ -29,12 +29,9 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), nn.Module, Namespac
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How the arguments of one step function are split.
+    """How the arguments of one step function are split; options refer to its parameters by name.
 
-    Attributes:
-        function: the user's function; its parameter names are what the options refer to.
-        non_split_inputs: parameters passed whole to every microbatch.
-        input_split_axes: parameter -> batch axis, 0 for all others.
+    The batch axis of those that are not named is 0.
     """
 
     function: Callable[..., Any]

@@ -98,11 +98,7 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class ModelWatch:
-    """Looks at one model.
-
-    Args:
-        model: gives the user's model, or a container of several.
-    """
+    """Looks at one model, or at a container of several."""
 
     def __init__(self, model: Callable[[], nn.Module]):
         self._model = model

@@ -108,13 +108,10 @@ def build_outputs(
     publish: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     start: Callable[[list[torch.Tensor]], Any],
 ) -> Any:
-    """Puts results in the structure that the step function returned.
+    """Puts results of the microbatches `own` in the structure that the step function returned.
 
-    Args:
-        parts: of all microbatches; `differ_in_form` has found nothing.
-        own: microbatches of the call that are asked for.
-        publish: gives tensors to the user.
-        start: starts what is pending of tensors.
+    `differ_in_form` has found nothing. `publish` gives tensors to the user, `start` starts what is
+    pending of them.
 
     Returns:
         The structure with a `StepOutput` for every tensor, a list over microbatches for every

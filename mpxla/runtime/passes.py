@@ -36,15 +36,7 @@ __all__ = ["CallRunner"]
 
 
 class CallRunner:
-    """Runs calls on one rank.
-
-    Args:
-        states: parameters of all models.
-        reducers: of gradients over replicas.
-        backend: of this rank's device.
-        describe: a plan as plain data, for traces.
-        progress: is told what runs.
-    """
+    """Runs calls on one rank."""
 
     def __init__(
         self,
@@ -61,12 +53,8 @@ class CallRunner:
     def run(self, call: Call, recorder: Recorder | None) -> tuple[list[Part], list[Ran]]:
         """Runs a call, or its next part; every rank of the pipeline must.
 
-        Args:
-            call: the call, with its passes.
-            recorder: notes what runs when, while a profile is taken.
-
-        Returns:
-            Results of each pass, and what it has left.
+        Gives the results of each pass, and what it has left. The recorder is there while a profile
+        is taken.
         """
         passes = call.passes
         plans = sorted({one.plan for one in passes}, key=lambda plan: plan.number)
@@ -111,20 +99,11 @@ class CallRunner:
         return parts, found
 
     def outputs(self, parts: Sequence[Part], own: slice) -> Any:
-        """What the step function returns.
-
-        Args:
-            parts: results of all passes.
-            own: the microbatches that this rank brought, whose results it gets.
-        """
+        """What the step function returns, of the microbatches that this rank brought."""
         return build_outputs(parts, own, self._backend.publish, self._backend.adopt)
 
     def ask(self, question: Pass, seed: int) -> list[list[int]]:
-        """Runs a question; every rank of the pipeline must, with the seed of the call.
-
-        Returns:
-            What Python asks for, of each of its microbatches.
-        """
+        """What Python asks for, of each microbatch of a question; all ranks of the pipeline."""
         runner = question.plan.runner
         ran = runner.run(question.tensors, question.microbatches, seed, self._progress)
         answers = range(len(runner.plan.cut.step.asked))

@@ -22,12 +22,6 @@ __all__ = ["Placement"]
 class Placement:
     """Pipeline ranks of every parameter and buffer, and the moves that it takes.
 
-    Args:
-        session: configuration, topology and device.
-        states: parameters and buffers of all models.
-        link: messages between pipeline ranks.
-        reducers: make start values equal over replicas.
-
     Attributes:
         ranks: of everything that is placed, or that a checkpoint has placed before.
         stateful: buffers that steps change: later partitions keep those where they are.
@@ -85,10 +79,6 @@ class Placement:
         """Moves a model to its ranks, with equal values over replicas. All ranks call it.
 
         What is placed already stays.
-
-        Args:
-            label: of the model.
-            ranks: of its parameters and buffers.
         """
         self.ranks.update(ranks)
         held = self._of_model.setdefault(label, {})

@@ -34,12 +34,8 @@ _Compile = Callable[..., Executable]
 class StepPlan:
     """What one rank runs for one signature.
 
-    Attributes:
-        cut: the step in stages.
-        schedule: actions of every pipeline rank.
-        programs: this rank's compiled stages by index.
-        random_stages: this rank's stages that draw random numbers.
-        is_random: whether any stage of the step does.
+    Programs and random stages are this rank's, actions those of every pipeline rank; it is random
+    if any stage of the step is.
     """
 
     cut: CutStep
@@ -83,19 +79,9 @@ def compile_stages(
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
 
-    Args:
-        cut: the step in stages.
-        schedule: actions of every pipeline rank.
-        pp_rank: this rank.
-        backend: compiles for this rank's device.
-        for_speed: whether faster programs may take more memory (the key `optimize`).
-        activation_memory: the key of the configuration.
-        groups: those that stages communicate in.
-        shards: of the parameters of which this rank has a part, by name.
-        gradient_shards: of those whose gradients are divided; `shards` are among them.
-        max_live: most elements of those that are to be whole at a time.
-        tell: is told what begins, as in "stage 1 backward".
-        kept: knows how stages were lowered in an earlier start.
+    Stages take parts of the parameters in `shards`, of which `max_live` elements are to be whole at
+    a time, and give parts of the gradients of those in `gradient_shards`, among which they are.
+    `tell` is told what begins, as in "stage 1 backward".
 
     Raises:
         ConfigError: there is too little memory for activations.
@@ -183,11 +169,7 @@ def describe_plan(
 ) -> dict[str, object]:
     """A plan and its estimated costs as plain data, for traces.
 
-    Args:
-        plan: what runs.
-        group: global ranks of the pipeline.
-        pp_rank: this rank, of whose stages it is known what they hold.
-        machine: rates of the target.
+    Of this rank's stages it is known what they hold.
     """
     cut = plan.cut
     forward, backward = cut.edges

@@ -80,11 +80,7 @@ class Plan:
         return state_read(self.runner.plan.cut.step) if self.is_question else set()
 
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
-        """(microbatch, what Python would read otherwise) of a call; None if nothing.
-
-        Args:
-            tensors: tensor leaves of every microbatch, on any device.
-        """
+        """(microbatch, what Python would read otherwise) of a call; None if nothing."""
         if self.decisions is None:
             return None
         for microbatch, leaves in enumerate(tensors):
@@ -101,11 +97,7 @@ class Plan:
 
 
 class Plans:
-    """All plans that are known.
-
-    Args:
-        to_host: gives tensors of any device on the host; by default for those that are there.
-    """
+    """All plans that are known; `to_host` gives tensors of any device on the host."""
 
     def __init__(self, to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list):
         self._to_host = to_host
@@ -123,13 +115,7 @@ class Plans:
     def find(
         self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]
     ) -> list[Plan | None]:
-        """The plan for each microbatch of a call, with the model as it is now; one if one serves.
-
-        Args:
-            signature: of the call.
-            view: of the model.
-            tensors: tensor leaves of every microbatch, on any device.
-        """
+        """The plan for each microbatch of a call, with the model as it is; one if one serves."""
         same = self._same(signature, view)
         for plan in same:
             if plan.change(tensors) is None:

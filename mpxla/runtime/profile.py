@@ -22,16 +22,13 @@ __all__ = ["Profile", "profile"]
 
 
 def profile(path: str | Path) -> "Profile":
-    """Records the steps of a `with` block, or between `start` and `stop`. Extension of SMP's API.
+    """Records the steps of a `with` block, or from `start` to `stop`. Extension of SMP's API.
 
     Every rank has to use it, around the same steps. While it records, ranks wait for each of their
     programs, so that steps are a little slower than without it. Rank 0 writes the file at the end.
 
     Args:
         path: file to write, a Chrome trace (JSON); only that of global rank 0 counts.
-
-    Returns:
-        A context manager.
     """
     return Profile(Path(path))
 

@@ -45,11 +45,7 @@ _CALLED = "measure the link"
 
 
 def rates_of_job(session: Session) -> MachineModel:
-    """The rates that all ranks estimate by; every rank calls it.
-
-    Args:
-        session: its configuration says whether they are needed at all.
-    """
+    """The rates that all ranks estimate by; every rank calls it. Constants if none are needed."""
     if not _are_needed(session.config):
         return MachineModel()
     if session.rank > 0:

@@ -90,11 +90,7 @@ class StepRecord:
 
 
 class Recorder:
-    """Collects the records of a rank.
-
-    Args:
-        wait_for_device: returns when everything that was started is done.
-    """
+    """Collects the records of a rank. `wait_for_device` waits for all that was started."""
 
     def __init__(self, wait_for_device: Callable[[], None]):
         self.steps: list[StepRecord] = []

@@ -41,11 +41,7 @@ class StepReduction(Protocol):
 class Gradients:
     """The gradients of one plan in one call, which may run it in several passes.
 
-    Args:
-        reduction: of the call.
-        scale: what the gradient of every microbatch's objective is.
-        whole: gradients of all plans of the call, which this one adds to.
-        first: number of its first stage among those of all plans.
+    It adds to the gradients of all plans of the call, whose stages are numbered together.
 
     Attributes:
         is_last: whether the pass that runs is the plan's last one in the call.
@@ -85,19 +81,13 @@ class Reducers(Protocol):
     ) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values.
 
-        Args:
-            label: of a model.
-            parameter_ranks: pipeline ranks that hold each of its parameters and buffers.
-            names: of those that have just been placed.
+        All of a model's parameters and buffers come with their ranks; `names` have just been
+        placed.
         """
         ...
 
     def meet(self, what: str, line: str) -> None:
-        """Before something that all replicas do at once, or none.
-
-        Args:
-            what: it is.
-            line: the user's.
+        """Before something, at the user's line, that all replicas do at once, or none.
 
         Raises:
             RankMismatch: another replica does something else.

@@ -33,13 +33,7 @@ _NUM_SCHEDULES = 32
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run has left.
-
-    Attributes:
-        run: what it counted.
-        microbatches: those that have run.
-        results: by their index.
-    """
+    """What a run of some microbatches has left: what it counted, and results by their index."""
 
     run: StepRun
     microbatches: tuple[int, ...]
@@ -53,18 +47,8 @@ class Ran:
 class PlanRunner:
     """Runs one plan on one rank.
 
-    Args:
-        plan: what to run.
-        states: parameters and buffers of all models.
-        link: messages between pipeline ranks.
-        pp_rank: this rank.
-        backend: of this rank's device.
-        reduction: of the gradients over replicas; None for an evaluation step.
-        models: labels of the models that the step uses.
-        checks: of the indices in the step.
-        writes: what the step writes to parameters and buffers.
-        constants: what steps read beside states.
-        gathering: makes divided parameters whole for a step; None where programs take parts.
+    Without a reduction it evaluates. Gathering makes divided parameters whole for a step; without
+    it, programs take parts.
 
     Attributes:
         scheduled: the plan with the schedule of some microbatches, as `_scheduled` makes it.
@@ -123,13 +107,8 @@ class PlanRunner:
     ) -> Ran:
         """Runs some microbatches of a call; every rank of the pipeline must.
 
-        Args:
-            tensors: tensor leaves of every microbatch of the call, on the first pipeline rank.
-            microbatches: those that run.
-            seed: from which the seeds of random programs are drawn.
-            progress: is told what runs.
-            recorder: notes what runs when, while a profile is taken.
-            gradients: where gradients go; None for an evaluation step.
+        Tensors are those of every microbatch of the call, on the first pipeline rank. Without
+        gradients it evaluates.
         """
         cut = self.plan.cut
         self._link.set_placement(cut.placement)
@@ -164,12 +143,7 @@ class PlanRunner:
         self._writes.scale_rows(ran.fetch)
 
     def _scheduled(self, microbatches: tuple[int, ...], reduces: bool) -> StepPlan:
-        """The plan with the schedule of some microbatches.
-
-        Args:
-            microbatches: those that run.
-            reduces: whether gradients are complete after them.
-        """
+        """The plan with the schedule of some microbatches; gradients may be complete then."""
         whole = self.plan.schedule
         schedule = tuple(actions_of(actions, microbatches, reduces) for actions in whole)
         return self.plan if schedule == whole else replace(self.plan, schedule=schedule)

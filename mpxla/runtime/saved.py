@@ -40,10 +40,6 @@ SMALLEST_MODULE = 16
 def saved_tensors(step: StepGraph, lowering: Lowering) -> dict[str, tuple[SavedTensor, ...]]:
     """What the derivative of every node reads, of one microbatch.
 
-    Args:
-        step: the captured step.
-        lowering: what the backend wants.
-
     Returns:
         Name of a node -> the tensors; nodes that read nothing are left out.
     """

@@ -45,12 +45,7 @@ def simulate_step(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs:
 
 
 def stage_costs(cut: CutStep, machine: MachineModel) -> Costs:
-    """Estimated seconds of every stage's programs and of messages.
-
-    Args:
-        cut: the step in stages.
-        machine: rates of the target.
-    """
+    """Estimated seconds of every stage's programs and of messages."""
     forward_s, backward_s = [0.0] * len(cut.stages), [0.0] * len(cut.stages)
     for index, node in enumerate(cut.problem.nodes):
         for stage in cut.partition.stages_of(index):

@@ -26,25 +26,16 @@ _ADVICE = (
 
 
 class ShardedCalls:
-    """The first pipeline ranks of the replicas of one sharding group.
-
-    Args:
-        objects: the session's object communication.
-        ranks: global ranks of the group.
-    """
+    """The first pipeline ranks of the replicas of one sharding group."""
 
     def __init__(self, objects: Objects, ranks: Group):
         self._objects = objects
         self._ranks = ranks
 
     def compare(self, text: str, plan: Plan | None, line: str = "") -> None:
-        """Checks that all ranks make one call. All of them call it.
+        """Checks that all ranks make one call, or end in one error. All of them call it.
 
-        Args:
-            text: the call, or the error that it ended in.
-            plan: what runs it; None if there is none yet, so that `settle` has to follow, and for
-                what is no call of a step function.
-            line: the user's, for the text.
+        Without a plan yet, `settle` has to follow. The user's line is for the text.
 
         Raises:
             RankMismatch: another rank makes another call; on all of them.
@@ -68,9 +59,6 @@ class ShardedCalls:
 
     def settle(self, exchanges: Sequence[str]) -> None:
         """Checks that all ranks gather and scatter the same. All of them call it, or none.
-
-        Args:
-            exchanges: what this rank's pipeline does, in lines.
 
         Raises:
             RankMismatch: another rank does something else; on all of them.

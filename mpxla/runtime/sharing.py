@@ -30,11 +30,7 @@ __all__ = ["Sharing"]
 class Sharing:
     """The first pipeline ranks that share the tensors of their partition.
 
-    Args:
-        objects: the session's object communication.
-        ranks: global ranks of the group.
-        backend: of this rank's device.
-        is_prescaled: whether all of them have one batch, or each has its own.
+    All of them have one batch, or each has its own.
     """
 
     def __init__(self, objects: Objects, ranks: Group, backend: Backend, is_prescaled: bool = True):
@@ -52,11 +48,7 @@ class Sharing:
     ) -> None:
         """Checks that all ranks make one call, with one batch. All of them call it.
 
-        Args:
-            text: the call, or the error that it ended in.
-            plan: which plans run it; false if something is to be captured.
-            tensors: tensor leaves of every microbatch.
-            signature: what else has to be equal.
+        `plan` says which plans run it, and is false if something is to be captured.
 
         Raises:
             RankMismatch: another rank has another call or other values; on all of them.
@@ -70,11 +62,6 @@ class Sharing:
         self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Signature
     ) -> list[list[torch.Tensor]]:
         """The microbatches of all ranks, one rank after the other. All of them call it.
-
-        Args:
-            text: the call.
-            tensors: tensor leaves of every microbatch of this rank.
-            signature: what has to be equal.
 
         Raises:
             RankMismatch: another rank has another call or other shapes; on all of them.

@@ -19,9 +19,7 @@ _PAUSES_S = (10.0, 20.0, 60.0)
 class SignOfLife:
     """Says what a long work is doing.
 
-    Args:
-        tell: writes a line; None on ranks that are silent.
-        pauses_s: seconds before each line; the last one is repeated.
+    Ranks without `tell` are silent. There are pauses before each line; the last is repeated.
 
     Attributes:
         what: the work and its part, for other readers; empty where there is none.
@@ -38,12 +36,7 @@ class SignOfLife:
 
     @contextlib.contextmanager
     def during(self, work: str, part: str) -> Generator[None]:
-        """Around a work; not to be nested.
-
-        Args:
-            work: as in "compiling step function train_step".
-            part: what it begins with.
-        """
+        """Around a work ("compiling step function train") and its first part; not nested."""
         stopped = threading.Event()
         self._work = work
         self.at(part)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mpxla.comm.packing import describe
 from mpxla.delayed import forget, is_delayed, materialize
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
@@ -29,12 +28,9 @@ __all__ = ["ModelState", "load_into"]
 class ModelState:
     """Names and storage of a model's parameters and buffers.
 
-    A tensor that is reachable under several names (tied weights) has one canonical name, the
-    first in `named_parameters` order. It keeps that name, and stays known, also when scripts move
-    or drop its module: optimizers and compiled steps refer to it. No other tensor gets the name.
-
-    Args:
-        module: the user's model.
+    A tensor that is reachable under several names (tied weights) has one canonical name, the first
+    in `named_parameters` order. It keeps that name, and stays known, also when scripts move or drop
+    its module: optimizers and compiled steps refer to it. No other tensor gets the name.
 
     Attributes:
         gradient_shards: which elements this rank has of gradients that a sharding group divides, by
@@ -128,11 +124,6 @@ class ModelState:
                 found[name] = buffer
         return found
 
-    def description(self) -> list[str]:
-        """A line for every parameter and buffer; equal on two ranks if they have the same model."""
-        tensors = [*self.parameters.items(), *self.buffers.items()]
-        return [f"{name}: {describe([t])}" for name, t in tensors]
-
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
         for owner, key in self._buffer_owners[name]:
@@ -152,11 +143,8 @@ class ModelState:
     def divide(self, index: int, size: int, threshold: int, gradients_only: bool) -> None:
         """Decides which parameters the ranks of a sharding group divide. Before placing.
 
-        Args:
-            index: this rank's place in the group.
-            size: ranks of the group; with one, nothing is divided.
-            threshold: parameters with fewer elements stay whole.
-            gradients_only: whether all parameters stay whole.
+        This rank has an index in the group; parameters with fewer elements than the threshold stay
+        whole, and all do if only gradients are divided.
         """
         self._dividing = index, size, threshold, gradients_only
         self._divide(self.parameters)
@@ -234,9 +222,7 @@ class ModelState:
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
         """Moves local parameters and buffers to the device, and frees others; placed ones stay.
 
-        Args:
-            local_names: canonical names of the parameters and buffers of this rank.
-            device: this rank's device.
+        Those of this rank are given by their canonical names.
 
         Raises:
             MpxlaError: a parameter is still part of an autograd graph, or has hooks on its
@@ -251,7 +237,7 @@ class ModelState:
         self._recorded += [t.detach() for t in (*parameters.values(), *buffers.values())]
         with _without_weak_references(self.module):
             for name, parameter in parameters.items():
-                if self._is_divided_here(name):
+                if name in self.shards and name in local:
                     continue  # it goes to the device part by part, once replicas have equal values
                 if name in local and parameter.device.type == "cpu":
                     self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
@@ -273,9 +259,6 @@ class ModelState:
         self.local_names = frozenset(names[n] for n in other.local_names or () if n in names)
         self._placed = {*self.parameters, *self.buffers}
 
-    def _is_divided_here(self, name: str) -> bool:
-        return name in self.shards and self.local_names is not None and name in self.local_names
-
     def former_owner(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a host tensor shared its memory with before parameters moved."""
         if tensor.device.type != "cpu":
@@ -284,11 +267,7 @@ class ModelState:
         return next((p for ref, p in self._former if ref == own), None)
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
-        """Makes all parameters and buffers host tensors with these values.
-
-        Args:
-            full: values by any name of each parameter and buffer.
-        """
+        """Makes all parameters and buffers host tensors with these values, by any name."""
         names, buffers = self.names_now, self.buffers
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():

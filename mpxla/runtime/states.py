@@ -7,7 +7,7 @@ actor and a critic) belongs to the first of them, and the others know it by the 
 there. This module must not know graphs or schedules.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -122,12 +122,6 @@ class ModelStates:
         """(label of the model, name in that model) of a tensor."""
         return self._owners[name]
 
-    def description(self, labels: Iterable[str]) -> list[str]:
-        """A line for every tensor of some models; equal on two ranks that have the same."""
-        return [
-            _joined(label, line) for label in labels for line in self._states[label].description()
-        ]
-
     def describe(self, names: Iterable[str]) -> list[str]:
         """A line for each of some tensors; equal on two ranks that have the same."""
         tensors = ((name, self.tensor(name)) for name in names)
@@ -148,20 +142,16 @@ class ModelStates:
     @property
     def shards(self) -> dict[str, FlatShard]:
         """Of parameters that sharding groups divide."""
-        return {
-            self._names[label][own]: shard
-            for label, state in self._states.items()
-            for own, shard in state.shards.items()
-        }
+        return self._by_name(lambda state: state.shards)
 
     @property
     def gradient_shards(self) -> dict[str, FlatShard]:
         """Of gradients that sharding groups divide."""
-        return {
-            self._names[label][own]: shard
-            for label, state in self._states.items()
-            for own, shard in state.gradient_shards.items()
-        }
+        return self._by_name(lambda state: state.gradient_shards)
+
+    def _by_name(self, of: Callable[[ModelState], dict[str, FlatShard]]) -> dict[str, FlatShard]:
+        found = ((self._names[m], of(state).items()) for m, state in self._states.items())
+        return {names[own]: shard for names, shards in found for own, shard in shards}
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank has of parameters and buffers, of all models that are placed."""
@@ -177,21 +167,23 @@ class ModelStates:
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
-        for label, names in self._names.items():
-            for own in (own for own, known in names.items() if known == name):
-                self._states[label].set_buffer(own, value)
+        for state, own in self._holders(name):
+            state.set_buffer(own, value)
 
     def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
         """Makes this rank one of the holders of a buffer."""
-        for label, names in self._names.items():
-            for own in (own for own, known in names.items() if known == name):
-                self._states[label].adopt_buffer(own, value)
+        for state, own in self._holders(name):
+            state.adopt_buffer(own, value)
 
     def leave_buffer(self, name: str) -> None:
         """Frees a buffer here, which other ranks hold from now on."""
-        for label, names in self._names.items():
-            for own in (own for own, known in names.items() if known == name):
-                self._states[label].leave_buffer(own)
+        for state, own in self._holders(name):
+            state.leave_buffer(own)
+
+    def _holders(self, name: str) -> list[tuple[ModelState, str]]:
+        """The models that have a tensor, each with its name there."""
+        of_models = self._names.items()
+        return [(self._states[m], own) for m, of in of_models for own in of if of[own] == name]
 
     def to_own_names(
         self, label: str, values: Mapping[str, tuple[int, ...]]

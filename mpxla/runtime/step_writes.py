@@ -33,15 +33,7 @@ def copy_held(values: dict[Any, Buffer], held: Iterable[Buffer], backend: Backen
 
 
 class StepWrites:
-    """Those of one captured step.
-
-    Args:
-        step: the step.
-        states: parameters of all models.
-        backend: gives values on the host.
-        objects: between replicas.
-        replicas: ranks that have the same parameters.
-    """
+    """Those of one captured step."""
 
     def __init__(
         self,
@@ -78,10 +70,7 @@ class StepWrites:
     ) -> None:
         """Gives buffers and parameters on this rank their new values, after the last action.
 
-        Args:
-            names: of those that the step changes.
-            given: what the step was given.
-            values: what it has left.
+        A step may leave what it was given.
         """
         # A program may give an argument as its result: that stays the memory of its own tensor.
         new = {n: values[n] for n in names if values[n] is not given.get(n)}
@@ -98,11 +87,7 @@ class StepWrites:
             self._states.set_buffer(name, value)
 
     def scale_rows(self, fetch: Callable[[int], list[torch.Tensor]]) -> None:
-        """Scales the rows on this rank; all ranks call it after the step, training or not.
-
-        Args:
-            fetch: result index -> its tensors, one per microbatch.
-        """
+        """Scales the rows on this rank; all ranks call it after the step, training or not."""
         if not (self._results and self._writes):
             return
         found = {

@@ -67,9 +67,7 @@ def describe_structure(spec: pytree.TreeSpec) -> Structure:
 def rebuild_structure(structure: Structure, own: pytree.TreeSpec | None) -> pytree.TreeSpec:
     """The inverse of `describe_structure`, on another rank.
 
-    Args:
-        structure: what the first pipeline rank has described.
-        own: structure of this rank's own arguments at the same place, if they have any there.
+    `own` is that of this rank's own arguments at the same place, if they have any there.
 
     Raises:
         RankMismatch: a container is not known here.

@@ -44,11 +44,7 @@ _PROCESSES = {
 
 
 def merge_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' records as one trace.
-
-    Args:
-        ranks: number, host and steps of each, in the order of ranks; changed to the common clock.
-    """
+    """All ranks' records, in their order, as one trace; their times become those of one clock."""
     reference = next(rank for rank in ranks if rank["steps"])
     for rank in ranks:
         offset = 0.0
@@ -139,12 +135,7 @@ def measured_costs(timeline: Timeline) -> Costs:
 
 
 def predicted_timeline(plan: Mapping[str, Any], costs: Costs | None = None) -> Timeline:
-    """The simulated timeline of a plan, in seconds.
-
-    Args:
-        plan: from a step's record.
-        costs: other costs than the plan's own.
-    """
+    """The simulated timeline of a step's plan, in seconds, with its own or with other costs."""
     if costs is None:
         transfer = {(a, b): seconds for a, b, seconds in plan["transfer"]}
         costs = Costs(

@@ -46,13 +46,8 @@ Traced = tuple[Signature, StepGraph, list[Read]]
 class Tracing:
     """What a call of a step function gives to its captures.
 
-    Attributes:
-        function: the step function.
-        objects: this rank's own objects among the arguments, by path.
-        states: parameters and buffers of all models.
-        values: gives the tensor leaves of one microbatch, where Python needs them.
-        graphs: those of earlier starts.
-        state: what captures leave in attributes.
+    `values` gives the tensor leaves of one microbatch, where Python needs them; `state` is what
+    captures leave in attributes.
     """
 
     function: Callable[..., Any]
@@ -65,11 +60,8 @@ class Tracing:
     def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
         """Captures a step with as many of its floats as inputs as Python lets it.
 
-        Args:
-            signature: of the call, with floats that should be inputs.
-            drawer: draws random numbers of Python; None if they are to stay as they are.
-            may_ask: whether Python may ask for values that depend on the model
-                (`graph/answers.py`).
+        Without a drawer, random numbers of Python stay as they are. Python may ask for values that
+        depend on the model (`graph/answers.py`) if it `may_ask`.
 
         Returns:
             The signature has constants in the places of floats whose value Python needs, what the

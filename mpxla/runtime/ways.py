@@ -52,12 +52,7 @@ class Pass:
 
 
 def split_into_passes(ways: Sequence[Plan], first: int) -> list[tuple[Plan, tuple[int, ...]]]:
-    """Which plan runs which microbatches, in order.
-
-    Args:
-        ways: the plan of every microbatch, from one on.
-        first: its number.
-    """
+    """Which plan runs which microbatches, in order; the first of them has this number."""
     numbers = range(first, first + len(ways))
     plans = list(dict.fromkeys(ways))
     if any(plan.runner.plan.cut.step.changed for plan in plans):
@@ -67,12 +62,7 @@ def split_into_passes(ways: Sequence[Plan], first: int) -> list[tuple[Plan, tupl
 
 
 def problem_of_ways(plans: Sequence[Plan], num_replicas: int) -> str | None:
-    """Why microbatches of one call cannot have these plans; None if they can.
-
-    Args:
-        plans: those that are known so far.
-        num_replicas: that train together.
-    """
+    """Why microbatches of one call cannot have these plans, known so far; None if they can."""
     steps = [plan.runner.plan.cut.step for plan in plans]
     if len({plan.signature.draws for plan in plans}) > 1:
         return "the ways draw other random numbers in Python"
@@ -96,13 +86,7 @@ def why_one_way(reason: str) -> str:
 
 
 def warn_of_passes(function: str, change: str, passes: Sequence[Pass]) -> None:
-    """Tells the user, once for a step function.
-
-    Args:
-        function: the step function.
-        change: what microbatches decide differently.
-        passes: of the call.
-    """
+    """Tells the user, once for a step function."""
     plans = {one.plan.number for one in passes}
     more = " (it writes to buffers or parameters, so that only neighbours run together)"
     warn_once(

@@ -166,9 +166,6 @@ _IDLE = "."
 def parse_action(text: str) -> Action:
     """Reads one action; the inverse of `str(action)`.
 
-    Args:
-        text: for instance ``2F0``, ``0SEND_F2>1``, ``1RECV_F2<0`` or ``0REDUCE``.
-
     Raises:
         ScheduleError: the text is not an action.
     """
@@ -199,13 +196,10 @@ def format_schedule(schedule: Iterable[Iterable[Action]]) -> str:
 
 
 def parse_schedule(text: str) -> list[list[Action]]:
-    """Reads a schedule; the inverse of `format_schedule`.
+    """Reads a schedule, one line per rank; the inverse of `format_schedule`.
 
     Blank lines are skipped, and so is a dot, which stands for an idle step: schedules can be typed
     in the shape of their timeline.
-
-    Args:
-        text: one line per rank, actions separated by blanks.
 
     Raises:
         ScheduleError: a word is not an action; the text says on which line.

@@ -73,12 +73,7 @@ def link_bytes(
     placement: Sequence[int],
     num_bytes: Mapping[Edge, int],
 ) -> dict[tuple[int, int], int]:
-    """Bytes that every link carries in one step.
-
-    Args:
-        schedule: actions of every rank.
-        placement: pipeline rank of every stage.
-        num_bytes: payload of one message by (source, destination) stage.
+    """Bytes that every link carries in one step, by those of a message on each edge of stages.
 
     Returns:
         (sending rank, receiving rank) -> bytes, in the order of links.

@@ -53,11 +53,7 @@ def compute_actions(
 ) -> Sequence[Sequence[Action]]:
     """Every rank's actions as the configuration's generator or the user's text gives them.
 
-    Args:
-        config: which schedule.
-        placement: pipeline rank of every stage.
-        training: whether there are backwards. The user's text is for steps that train; others run
-            forwards in the order of `simple`.
+    The user's text is for steps that train; others run forwards in the order of `simple`.
 
     Returns:
         Without transfers and reductions, unless they are in the user's text.

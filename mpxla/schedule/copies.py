@@ -23,13 +23,10 @@ __all__ = ["add_copies", "has_copies", "offloads_done"]
 
 
 def add_copies(schedule: Sequence[Sequence[Action]], horizon: int) -> list[list[Action]]:
-    """Inserts offloads and loads wherever they free memory.
+    """Inserts offloads and loads into the lists of every rank, wherever they free memory.
 
-    Sends that directly follow a forward go before its offload: another rank may wait for them.
-
-    Args:
-        schedule: complete lists of every rank.
-        horizon: how many computes before its backward a microbatch is loaded, at least 1.
+    Sends that directly follow a forward go before its offload: another rank may wait for them. A
+    microbatch is loaded `horizon` computes before its backward, at least 1.
 
     Returns:
         The lists with copies. Evaluation steps keep nothing, and have none.

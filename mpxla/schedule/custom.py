@@ -27,12 +27,7 @@ Lists = Sequence[Sequence[Action]]
 
 
 class CustomSchedule:
-    """A schedule that was typed.
-
-    Attributes:
-        lists: actions of every rank, as written.
-        placement: pipeline rank of every stage.
-    """
+    """A schedule that was typed: actions of every rank as written, and the rank of every stage."""
 
     def __init__(self, text: str, num_ranks: int, num_microbatches: int, active_microbatches: int):
         """Reads a text and checks it, as far as that needs no model.

@@ -157,12 +157,7 @@ def generate(
 ) -> list[list[Action]]:
     """Generates the schedule that the configuration names, by the function of that name.
 
-    Args:
-        pipeline: a name in `SCHEDULES`, which are values of the key `pipeline`.
-        num_microbatches: microbatches of a step.
-        placement: pipeline rank of every stage.
-        active_microbatches: most microbatches in flight at a stage.
-        training: whether there are backwards; without them, every name means `forward_only`.
+    Names are those in `SCHEDULES`; without backwards, every one means `forward_only`.
 
     Returns:
         One list of actions per pipeline rank, up to the highest in `placement`.
@@ -217,13 +212,7 @@ _TICKS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRADIENT: 1, Op.WEIGHT_GRADIEN
 class _ListSchedule:
     """A schedule in the making; stages take microbatches in order, so counters describe it.
 
-    Attributes:
-        num_microbatches: microbatches of the step.
-        num_stages: stages of the pipeline.
-        stages: stages of every rank.
-        num_forwards: forwards that each stage has begun.
-        num_backwards: backwards that each stage has begun, or their first parts.
-        num_weights: second parts of backwards that each stage has begun.
+    They count what each stage has begun: forwards, backwards or their first parts, second parts.
     """
 
     def __init__(

@@ -29,13 +29,10 @@ def format_failure(
     headline: str,
     blocked: Mapping[Cell, str] | None = None,
 ) -> str:
-    """Describes a failure.
+    """Describes a failure: the headline says what happened and what to do.
 
-    Args:
-        schedule: actions of every rank.
-        failing: the cell to blame; it is marked ``>>2F0<<``.
-        headline: what happened and what to do.
-        blocked: what each blocked rank waits for; these cells are marked ``[2F0]``.
+    The cell to blame is marked ``>>2F0<<``, and those of blocked ranks, each with what it waits
+    for, ``[2F0]``.
 
     Returns:
         The headline, the part of the grid around the failing cell, and one line per blocked rank.

@@ -50,12 +50,7 @@ def add_communication(
 ) -> list[list[Action]]:
     """Inserts a send and a receive for every edge between ranks and every microbatch.
 
-    Args:
-        compute: forwards and backwards of every rank.
-        placement: pipeline rank of every stage.
-        forward_edges: (source, destination) stages of values, source < destination.
-        backward_edges: (source, destination) stages of gradients, reversed forward edges; not
-            looked at if there are no backwards.
+    Edges are those of `Dataflow`; those of gradients are not looked at if there are no backwards.
 
     Returns:
         The lists with transfers; free of deadlock under rendezvous semantics.

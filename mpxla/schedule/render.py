@@ -30,10 +30,6 @@ def render_text(timeline: Timeline, max_columns: int = 120) -> str:
     A cell shows what the rank does in the middle of the column: a forward or backward, ``=`` if it
     goes on from the column before, ``>`` or ``<`` during a transfer, or a dot.
 
-    Args:
-        timeline: what to draw.
-        max_columns: how many there may be.
-
     Returns:
         The grid, and a line with makespan, bubble and peaks below it.
     """
@@ -93,14 +89,8 @@ def chrome_trace(timeline: Timeline, us_per_unit: float = 1000.0) -> dict[str, A
     """Converts a timeline to the Trace Event Format of Chrome and Perfetto.
 
     Every rank is a thread; arrows lead from every send to the forward or backward that reads the
-    message. `json.dump` the result to a file and open it in ui.perfetto.dev.
-
-    Args:
-        timeline: what to convert.
-        us_per_unit: microseconds per unit of the timeline; 1e6 if it is in seconds.
-
-    Returns:
-        A dictionary of plain values.
+    message. `json.dump` the result to a file and open it in ui.perfetto.dev. A timeline in seconds
+    has 1e6 `us_per_unit`.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "pipeline"}}

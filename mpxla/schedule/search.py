@@ -24,14 +24,9 @@ __all__ = ["Candidate", "Found", "StepCosts", "candidates", "compute_lists", "se
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a step.
+    """One way to run a step: a schedule, virtual stages, microbatches, and how many in flight.
 
-    Attributes:
-        pipeline: name of the schedule.
-        stages_per_rank: virtual stages.
-        num_microbatches: microbatches of a step.
-        active_microbatches: most microbatches in flight at a stage.
-        share: how much stages keep of what is dear to compute again.
+    `share` is how much stages keep of what is dear to compute again.
     """
 
     pipeline: str
@@ -52,12 +47,8 @@ class Candidate:
 class StepCosts:
     """What a step costs when it is cut for a candidate.
 
-    Attributes:
-        costs: durations in seconds.
-        forward_edges: (source, destination) stages of values.
-        backward_edges: (source, destination) stages of gradients.
-        held: per stage, activations of one microbatch.
-        fixed_bytes: per rank, parameters, gradients and optimizer state.
+    Durations are seconds; `held` are activations of one microbatch, by stage; `fixed_bytes` are
+    parameters, gradients and optimizer state, by rank.
     """
 
     costs: Costs
@@ -69,13 +60,9 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Found:
-    """A candidate with what it was predicted to take.
+    """A candidate with the seconds and the memory of every rank that it was predicted to take.
 
-    Attributes:
-        candidate: the candidate.
-        step_s: seconds per step.
-        bubble: share of the time in which ranks run no program.
-        rank_bytes: memory of every rank.
+    The bubble is the share of the time in which ranks run no program.
     """
 
     candidate: Candidate
@@ -98,11 +85,7 @@ def candidates(
 ) -> list[Candidate]:
     """All sensible combinations, with several limits of microbatches in flight each.
 
-    Args:
-        num_ranks: pipeline ranks.
-        microbatch_counts: numbers of microbatches to try.
-        stages_per_rank: numbers of virtual stages to try; a V always has two.
-        pipelines: schedules to try.
+    A V always has two stages per rank.
     """
     found: dict[Candidate, None] = {}
     per_rank_choices = tuple(stages_per_rank)
@@ -124,13 +107,8 @@ def search(
 ) -> list[Found]:
     """Simulates candidates and sorts those that fit into memory, the fastest first.
 
-    Args:
-        num_ranks: pipeline ranks.
-        tried: candidates.
-        costs_of: gives the costs of a step cut for a candidate.
-        memory_limit_bytes: most bytes on any rank; None: no limit.
-        horizon: how many computes before their backward saved values come back from the host; None:
-            they stay on the device.
+    With a horizon, saved values are moved to the host, and come back so many computes before their
+    backward.
 
     Returns:
         What fits; of equally fast ones the one with less memory first.

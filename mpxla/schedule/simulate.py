@@ -97,19 +97,11 @@ def simulate(
     costs: Costs | None = None,
     rendezvous: bool = True,
 ) -> Timeline:
-    """Runs a schedule without running it.
+    """Runs a schedule without running it; tells when every action ran.
 
-    Args:
-        schedule: actions of every rank; ranks without stages have empty lists.
-        placement: pipeline rank of every stage.
-        forward_edges: (source, destination) stages of values.
-        backward_edges: (source, destination) stages of gradients; not looked at if the schedule has
-            no backwards.
-        costs: what actions take; None: forwards and backwards take 1, everything else nothing.
-        rendezvous: whether a transfer needs both ends at the same time, see the module.
-
-    Returns:
-        When every action ran.
+    Edges are those of `Dataflow`; those of gradients are not looked at if there are no backwards.
+    Without costs, forwards and backwards take 1, everything else nothing. Of `rendezvous` see the
+    module.
 
     Raises:
         ScheduleError: an action is missing, duplicate, misplaced or before something it reads;

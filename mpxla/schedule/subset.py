@@ -14,13 +14,7 @@ __all__ = ["actions_of"]
 def actions_of(
     actions: Sequence[Action], microbatches: Sequence[int], reduces: bool = True
 ) -> tuple[Action, ...]:
-    """One rank's actions for some microbatches.
-
-    Args:
-        actions: those for all microbatches.
-        microbatches: those that run, in order.
-        reduces: whether gradients are complete after them.
-    """
+    """One rank's actions for some microbatches, in order; gradients may be complete then."""
     kept = (
         action
         for action in actions

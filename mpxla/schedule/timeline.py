@@ -23,13 +23,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything ran, simulated or measured.
+    """When every action of every rank began and ended, simulated or measured.
 
-    Attributes:
-        placement: pipeline rank of every stage.
-        schedule: actions of every rank, in order.
-        starts: when each action began.
-        ends: when each action ended; not decreasing within a rank.
+    Ends do not decrease within a rank.
     """
 
     placement: tuple[int, ...]

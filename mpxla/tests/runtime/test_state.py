@@ -162,15 +162,6 @@ def test_gathering_on_the_host():
     assert not torch.equal(module.norm.weight, full["norm.weight"]), "values were copied"
 
 
-def test_description_tells_models_apart():
-    lines = ModelState(Tied()).description()
-    assert lines[0] == "embedding.weight: float32[4, 3]"
-    assert "norm.num_batches_tracked: int64[]" in lines
-    assert len(lines) == len(PARAMETERS) + len(BUFFERS)
-    assert ModelState(nn.Linear(2, 3)).description() != ModelState(nn.Linear(3, 2)).description()
-    assert ModelState(nn.Linear(2, 3)).description() == ModelState(nn.Linear(2, 3)).description()
-
-
 def test_loading_skips_what_other_ranks_hold():
     module = Tied()
     ModelState(module).place(["embedding.weight", *BUFFERS], CPU)

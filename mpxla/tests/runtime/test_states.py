@@ -27,7 +27,10 @@ def test_one_model_keeps_its_names_and_is_all_there_is():
     assert labels == [""]
     assert states.module is module
     assert states.current_names() == ModelState(module).canonical_names
-    assert states.description([""]) == ModelState(module).description()
+    assert states.describe(["weight", "num_batches_tracked"]) == [
+        "weight: float32[2]",
+        "num_batches_tracked: int64[]",
+    ]
 
 
 def test_further_models_have_labels():
