@@ -112,6 +112,11 @@ class Attempt:
         found = {entry.name: entry for read in containers for entry in changed_entries(read, names)}
         return {name: entry for name, entry in found.items() if name not in self.log.counted}
 
+    def begun(self) -> dict[str, Read]:
+        """Places that have a number since the step has run, and had none."""
+        found = self._told_apart(self.changed() | self.entries())
+        return {n: r for n, r in found.items() if _is_state(r.value) and as_count(n, r.now())}
+
     def filled(self) -> list[Read]:
         """Containers without tensors in which it has changed something."""
         reads = [read for read in (*self.outer, *self.own_reads) if read.change() is not None]
@@ -232,6 +237,8 @@ class PythonState:
             numbers = first.numbers(self._outside)
             more = _all_of(CountRead, numbers)
             more |= _all_of(StateRead, first.states(self._outside))
+            if more and not self._followed:
+                more |= _all_of(StateRead, first.begun())
             if self._followed or more:
                 more |= _all_of(LeftRead, first.log.only_written())
             if not more:

@@ -83,6 +83,12 @@ class Net(nn.Module):
         self.started = 1.0 if self.started is None else 0.9 * self.started
         return h * self.started
 
+    def none_beside_a_counter(self, h):
+        self.num_calls += 1
+        self.started = self.num_calls if self.started is None else self.started
+        self.switches["scale"] = 0.5 ** (self.num_calls // 4)
+        return h * (self.started + self.switches["scale"])
+
     def new_keys(self, h):
         self.by_default["calls"] += 1
         return h * self.by_default["calls"]
@@ -123,8 +129,9 @@ class Net(nn.Module):
 
 
 KINDS = (
-    "toggled toggled_in_a_dictionary mode_by_count only_written not_there none_first new_keys "
-    "highest in_containers of_the_class of_a_dataclass of_a_function hooked powers"
+    "toggled toggled_in_a_dictionary mode_by_count only_written not_there none_first "
+    "none_beside_a_counter new_keys highest in_containers of_the_class of_a_dataclass "
+    "of_a_function hooked powers"
 ).split()
 
 
@@ -203,7 +210,7 @@ def train(keys, kinds):
     ("kinds", "stages"),
     [
         (["toggled", "mode_by_count", "only_written", "not_there"], 2),
-        (["highest", "in_containers", "of_the_class", "hooked"], 1),
+        (["none_beside_a_counter", "highest", "in_containers", "of_the_class", "hooked"], 1),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )
