@@ -11,11 +11,11 @@ import copy
 import sys
 import types
 from argparse import Namespace
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,7 +25,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import is_number
-from mpxla.graph.plain import FUNCTIONS, LARGE, UNKNOWN, Change, change, plain
+from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, UNKNOWN, Change, change, plain
 from mpxla.graph.reach import outside
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -47,10 +47,10 @@ __all__ = [
 ]
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
-_MISSING, _CONSTANT, _COMPUTED = object(), object(), object()
+_CONSTANT, _COMPUTED = object(), object()
 _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
-PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict)
+PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict, Counter)
 """Those that only hold what was put there."""
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
@@ -117,7 +117,7 @@ class AttributeLog:
         place = id(owner), key
         if place in self.first or place in self.written or id(owner) not in self.names:
             return
-        if key not in _OF_TORCH and not self._is_counted(place):
+        if key not in _OF_TORCH and not self._is_counted(place) and not is_number(value):
             self.first[place] = plain(value, self.texts)
             if isinstance(value, CONTAINERS):
                 self.containers[place] = value
@@ -128,11 +128,13 @@ class AttributeLog:
         place = id(owner), key
         if place in self.inherited or id(owner) not in self.names or self._is_counted(place):
             return
-        if isinstance(value, FUNCTIONS) or getattr(kind, key, _MISSING) is not value:
+        if is_number(value):  # an attribute of the class that is an input
+            return
+        if isinstance(value, FUNCTIONS) or getattr(kind, key, MISSING) is not value:
             return  # a method, or what a property has computed
 
         def now() -> Any:
-            return owner[key] if key in owner else getattr(kind, key, _MISSING)
+            return owner[key] if key in owner else getattr(kind, key, MISSING)
 
         name = self._name(place)
         self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
@@ -143,22 +145,22 @@ class AttributeLog:
         if id(owner) in self.names and not self._is_counted(place):
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
-            self.before.setdefault(place, owner.get(key, _MISSING))
+            self.before.setdefault(place, owner.get(key, MISSING))
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
         for place, value in self.first.items():
             _, owner = self.names[place[0]]
-            name, put = self._name(place), partial(owner.__setitem__, place[1])
-            line, last = self.written.get(place, ("", _MISSING))
+            name, put = self._name(place), partial(_put, owner, place[1])
+            line, last = self.written.get(place, ("", None))
             if last is _COMPUTED:
                 raise refusal(name, line)
-            if not _is_known(name, value):
+            is_cache = last is _CONSTANT  # which all calls fill alike
+            if not _is_known(name, value) or (is_cache and value is MISSING):
                 continue
-            read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts, put)
-            if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
-                found.append(without_counted(read, self.counted))
+            read = Read(name, value, partial(owner.get, place[1], MISSING), self.texts, put)
+            found.append(without_counted(read, self.counted))
         changes = self._changes()
         return [read for read in found if read.name not in changes]
 
@@ -170,6 +172,18 @@ class AttributeLog:
         """Those to which it has given a number that the model computes, by name."""
         last = {self._name(place): value for place, (_, value) in self.written.items()}
         return {name: read for name, (read, _) in self._changes().items() if is_number(last[name])}
+
+    def only_written(self) -> dict[str, Read]:
+        """Those that it has given plain values without reading them, by name."""
+        found: dict[str, Read] = {}
+        for place, (_, last) in self.written.items():
+            before, owner = self.before[place], self.names[place[0]][1]
+            is_read = place in self.first or place in self.inherited
+            if is_read or place[1] in _OF_TORCH or not (is_simple(last) and is_simple(before)):
+                continue
+            name, put = self._name(place), partial(_put, owner, place[1])
+            found[name] = Read(name, before, partial(owner.get, place[1], MISSING), put=put)
+        return found
 
     def filled(self) -> list[tuple[Read, Any]]:
         """Containers that were read, with what they are now: the capture gives others back."""
@@ -217,12 +231,8 @@ class AttributeLog:
         """Gives attributes their plain values of before."""
         for (owner_id, key), value in self.before.items():
             owner = self.names[owner_id][1]
-            if not (is_simple(value) and is_simple(owner.get(key))):
-                continue
-            if value is _MISSING:
-                owner.pop(key, None)
-            else:
-                owner[key] = value
+            if is_simple(value) and is_simple(owner.get(key)):
+                _put(owner, key, value)
 
     def _name(self, place: tuple[int, str]) -> str:
         return f"{self.names[place[0]][0]}.{place[1]}"
@@ -234,9 +244,9 @@ class AttributeLog:
         found: dict[str, tuple[Read, str]] = {}
         for place, (line, last) in self.written.items():
             _, owner = self.names[place[0]]
-            name, put = self._name(place), partial(owner.__setitem__, place[1])
+            name, put = self._name(place), partial(_put, owner, place[1])
             if place in self.first:
-                now = partial(owner.get, place[1], _MISSING)
+                now = partial(owner.get, place[1], MISSING)
                 read = Read(name, self.first[place], now, self.texts, put)
             elif place in self.inherited:
                 read = replace(self.inherited[place], put=put)
@@ -249,9 +259,16 @@ class AttributeLog:
         return found
 
 
+def _put(owner: dict[str, Any], key: str, value: Any) -> None:
+    if value is MISSING:
+        owner.pop(key, None)
+    else:
+        owner[key] = value
+
+
 def is_simple(value: Any) -> bool:
     """Whether it can be given back: no container, which may have changed in place."""
-    return value is _MISSING or isinstance(value, (bool, int, float, str, types.NoneType))
+    return value is MISSING or isinstance(value, (bool, int, float, str, types.NoneType))
 
 
 def refusal(name: str, line: str) -> CaptureError:
@@ -274,25 +291,34 @@ def _warn(name: str, line: str) -> None:
 
 
 def without_counted(read: Read, counted: Set[str]) -> Read:
-    """A read of a dictionary without the entries that are inputs; others as they are."""
-    if not counted or not isinstance(read.value, dict):
+    """A read of a container without the entries that are inputs; others as they are."""
+    if not any(name.startswith(f"{read.name}[") for name in counted):
         return read
-    keys = {key for key in read.value if f"{read.name}[{key!r}]" in counted}
 
-    def others(entries: Any) -> Any:
-        is_there = isinstance(entries, dict)
-        return {k: v for k, v in entries.items() if k not in keys} if is_there else entries
+    def others(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [*others(name, dict(enumerate(cast(list[Any], value)))).values()]
+        if not isinstance(value, dict):
+            return value
+        parts = ((k, f"{name}[{k!r}]", v) for k, v in cast(dict[Any, Any], value).items())
+        return {k: others(part, v) for k, part, v in parts if part not in counted}
 
     def now() -> Any:
-        return others(plain(read.now(), read.names))
+        return others(read.name, plain(read.now(), read.names))
 
-    return Read(read.name, others(read.value), now, put=read.put) if keys else read
+    return Read(read.name, others(read.name, read.value), now, put=read.put)
 
 
 def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
-    """Adds a container with what it holds."""
-    if type(container) in PLAIN_CONTAINERS:
-        contents.append((container, copy.copy(container)))
+    """Adds a container with what it holds, and the containers in it."""
+    seen, waiting = {id(known) for known, _ in contents}, [container]
+    for value in waiting:  # grows
+        if type(value) not in PLAIN_CONTAINERS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        contents.append((value, copy.copy(value)))
+        if len(value) <= _MOST_OBJECTS:
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 @contextlib.contextmanager
@@ -419,7 +445,9 @@ def kept(reads: Sequence[Read]) -> list[Read]:
     """
     changes = [read.change() for read in reads]
     for read, found in zip(reads, changes, strict=True):
-        if found is not None and not isinstance(found.before, (torch.Tensor, nn.Module)):
+        if found is None or found.before is MISSING:
+            continue
+        if not isinstance(found.before, (torch.Tensor, nn.Module)):
             _warn(read.name, "")
     return [read for read, found in zip(reads, changes, strict=True) if found is None]
 
@@ -436,7 +464,7 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
             owner = object.__getattribute__(self, "__dict__")
             is_there = any(name in owner.get(table, ()) for table in _TABLES)
             if current_recorder() is not None and not is_there:
-                log.note_read(owner, name, _MISSING)
+                log.note_read(owner, name, MISSING)
             raise
         if current_recorder() is not None:
             # Export reads through proxies of modules, which share their tables.

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpxla.errors import CaptureError
 from mpxla.graph.answers import Answers
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
-from mpxla.graph.decisions import Tape
+from mpxla.graph.decisions import Tape, Written
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import NumberRead, has_number, is_number, takes_numbers_as_tensors
 from mpxla.graph.user_code import at_user_line, needs_value
@@ -214,17 +214,18 @@ class Constants:
         return self.has_value(tensor) and not self._tests_of(tensor)
 
     def leave(self, left: Mapping[str, Any], tape: Tape) -> None:
-        """Writes down what a step leaves in numbers that it changes, by name.
+        """Writes down what a step leaves in places that it changes, by name.
 
         Raises:
             CaptureError: one follows from what the model computes.
         """
-        for name, value in left.items():
+        for name, last in left.items():
+            value = last.value if isinstance(last, Written) else last
             if not is_number(value):
                 tape.leave(name, value)
             elif self.has_value(value.tensor):
                 tape.leave(name, self._value_of(value.tensor))
-            else:
+            elif value is last:
                 raise CaptureError(
                     f"The step function gives {name} a number that the model has computed. Make "
                     f"it a buffer: register_buffer with a tensor, then self.name.copy_(value)."

@@ -1,24 +1,28 @@
-"""Numbers outside of its arguments that a step function changes: inputs of its program.
+"""Plain values outside of its arguments that a step function changes, and how it goes on by them.
 
 A counter (`self.num_calls += 1`), or a temperature that is annealed, in the step or between steps.
 While the step is captured, such a number has no value (`number.py`). What Python decides by it is
 read as that of other inputs is, and so is what the step leaves there (`decisions.py`): every
-microbatch is given what the one before it has left.
+microbatch is given what the one before it has left. Others keep their values in a capture, and
+there is a program for each: flags (`self.flip = not self.flip`), texts, and attributes that are not
+there yet. What a function only writes that counts is left there, too.
 
 This module must not know how a step is captured or run.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from mpxla.graph.capture_attributes import Read
+from mpxla.graph.decisions import Written
 from mpxla.graph.number import NumberRead
 from mpxla.graph.plain import Change
 
-__all__ = ["Count", "CountRead", "Counting", "as_count"]
+__all__ = ["Count", "CountRead", "Counting", "FollowedRead", "LeftRead", "StateRead"]
+__all__ += ["as_count"]
 
 _DTYPES = {int: torch.int64, float: torch.float64}
 _LARGEST = 2**62
@@ -52,11 +56,11 @@ def as_count(name: str, value: Any) -> Count | None:
 
 
 @dataclass(frozen=True, eq=False)
-class CountRead(Read):
-    """A place whose number is an input: programs do not depend on its value."""
+class FollowedRead(Read):
+    """A place whose value is known before every microbatch: a change is none to others."""
 
     @classmethod
-    def of(cls, read: Read) -> "CountRead":
+    def of(cls, read: Read) -> Self:
         """The place of another read."""
         return cls(read.name, read.value, read.now, read.names, read.put)
 
@@ -64,9 +68,29 @@ class CountRead(Read):
         """Never one."""
         return None
 
+    def serves(self, value: Any) -> bool:
+        """Whether the program can be used with a value there."""
+        return True
+
+
+class CountRead(FollowedRead):
+    """A place whose number is an input."""
+
+
+class LeftRead(FollowedRead):
+    """A place that is only written."""
+
+
+class StateRead(FollowedRead):
+    """A place whose value is that of the capture."""
+
+    def serves(self, value: Any) -> bool:
+        """Whether it is the same."""
+        return type(value) is type(self.value) and value == self.value
+
 
 class Counting:
-    """Puts numbers without values into places while a step is captured.
+    """Puts numbers without values into places while a step is captured, and sees what is left.
 
     Args:
         reads: the places, by name; each can be put back.
@@ -76,9 +100,10 @@ class Counting:
         left: what the last capture has left in places that it has changed, by name.
     """
 
-    def __init__(self, reads: Mapping[str, Read] | None = None):
+    def __init__(self, reads: Mapping[str, FollowedRead] | None = None):
         self._reads = dict(reads or {})
-        found = [as_count(name, read.now()) for name, read in self._reads.items()]
+        numbers = {n: read for n, read in self._reads.items() if isinstance(read, CountRead)}
+        found = [as_count(name, read.now()) for name, read in numbers.items()]
         assert None not in found, "they are places of numbers"
         self.counts = tuple(count for count in found if count is not None)
         self._before = {name: read.now() for name, read in self._reads.items()}
@@ -108,9 +133,10 @@ class Counting:
     def end(self) -> None:
         """After it, also where it has raised: places are what they were."""
         for name, before in self._before.items():
-            now = self._reads[name].now()
-            if now is not self._given.pop(name, None):
-                self.left[name] = now
+            read = self._reads[name]
+            now = read.now()
+            if name not in self._given or now is not self._given.pop(name):
+                self.left[name] = Written(now) if isinstance(read, LeftRead) else now
             self._put(name, before)
 
     def _put(self, name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._C import DisableTorchFunction
 
-__all__ = ["Decisions", "Tape"]
+__all__ = ["Decisions", "Tape", "Written"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,13 @@ class Decisions:
             for name, value in self.left.items()
         }
         return None, left
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a capture has left in a place that it only writes, which may have no value."""
+
+    value: Any
 
 
 class Tape:

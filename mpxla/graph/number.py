@@ -84,6 +84,10 @@ class Number:
     def __abs__(self) -> "Number":
         return type(self)(_computed(self).abs())
 
+    def in_python(self, name: str, operands: list[Any]) -> list[Any]:
+        """Operands by which integers go as in Python; a zero may be an error there, for one."""
+        raise self.needed(name)
+
     def __repr__(self) -> str:
         return "<a float that is an input of the step>"
 
@@ -113,6 +117,15 @@ class NumberRead(Number):
 
     def __bool__(self) -> bool:
         return bool(self.tensor)  # whoever follows the tensor may know
+
+    def in_python(self, name: str, operands: list[Any]) -> list[Any]:
+        """Asks for the sign of an exponent, and whether a divisor is zero."""
+        base, last = operands
+        if name == "pow" and last < 0:  # a float
+            return [torch.as_tensor(base).double(), last]
+        if name != "pow" and last == 0:
+            raise ZeroDivisionError("integer division or modulo by zero")
+        return operands
 
     def _refuse(self, by: str) -> Any:
         raise self.needed(by)
@@ -247,7 +260,7 @@ def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
         if name == "truediv" or any(isinstance(v, float) or _is_float(v) for v in operands):
             operands = [v.double() if isinstance(v, torch.Tensor) else v for v in operands]
         elif name in _OF_INTEGERS and not (isinstance(operands[1], int) and operands[1] > 0):
-            raise self.needed(name)  # a zero would be an error in Python, a power another type
+            operands = self.in_python(name, operands)
         found = function(*operands)
         return NumberRead(found, is_own=True) if kind is NumberRead else kind(found)
 

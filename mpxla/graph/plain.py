@@ -18,10 +18,23 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["FUNCTIONS", "LARGE", "UNKNOWN", "Change", "change", "plain"]
+__all__ = ["FUNCTIONS", "LARGE", "MISSING", "UNKNOWN", "Change", "change", "plain"]
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 UNKNOWN, LARGE = object(), object()
+
+
+class _Missing(Enum):
+    """Travels between ranks, and stays itself."""
+
+    MISSING = "nothing"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+MISSING = _Missing.MISSING
+"""In the place of an attribute that is not there."""
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum),
     *(np.generic, *FUNCTIONS),

@@ -7,11 +7,12 @@ the first capture has left, to see whether that matters:
     the same graph       a text for the log; it stays what it is, of which a warning tells
     another one, once    a flag (`if not self.initialized:`): the first program serves one
                          microbatch, those after it have the second
-    another one again    the function computes with it: an error
+    another one again    a flag that is toggled: it is followed from one microbatch to the next, as
+                         all flags are where the function counts; an error for what is no flag
     a missing tensor     a cache of tables, which captures do not keep: its attributes stay what
                          they were, and programs fill it
 
-Where the function also branches on values of the model, numbers are treated as the others are.
+Where the function also branches on values of the model, nothing is followed.
 
 This module must not know how steps are run.
 """
@@ -27,20 +28,33 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
-    PLAIN_CONTAINERS,
     AttributeLog,
     Read,
     is_simple,
     kept,
+    note_content,
     refusal,
 )
-from mpxla.graph.counted import Count, Counting, CountRead, as_count
+from mpxla.graph.container_state import (
+    changed_entries,
+    has_no_others,
+    refill,
+    with_other_tensors,
+)
+from mpxla.graph.counted import (
+    Count,
+    Counting,
+    CountRead,
+    FollowedRead,
+    LeftRead,
+    StateRead,
+    as_count,
+)
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import Change
 from mpxla.graph.stepgraph import InputKind, StepGraph
@@ -48,7 +62,6 @@ from mpxla.graph.user_code import UndecidedError, ValueNeededError
 
 __all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
 
-_FILLING = 0.5
 _FOUND_AGAIN = ("problem_type",)
 """Attributes that a function sets to what it would find again by the same inputs: losses of
 transformers do. To capture all their classifiers twice would tell nothing."""
@@ -81,15 +94,50 @@ class Attempt:
 
         Those of one name cannot be told apart.
         """
-        counts = Counter(read.name for read in self.outer)
         found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
+        entries = self.entries(names)
+        entries = {name: read for name, read in entries.items() if as_count("", read.now())}
+        known = self._told_apart(found | self.changed() | entries)
+        return {name: read for name, read in known.items() if as_count(name, read.value)}
+
+    def states(self, names: Collection[str]) -> dict[str, Read]:
+        """What it has read of some names and is no number."""
+        found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
+        found |= {name: read for name, read in self.entries(names).items() if name in names}
+        return {n: r for n, r in self._told_apart(found).items() if _is_state(r.value)}
+
+    def entries(self, names: Collection[str] = ()) -> dict[str, Read]:
+        """Others in containers that it has changed, or that are among some names."""
         containers = (*self.outer, *(read for read, _ in self.log.filled()))
-        entries = {entry.name: entry for read in containers for entry in _entries(read, names)}
-        computed = self.computed()
+        found = {entry.name: entry for read in containers for entry in changed_entries(read, names)}
+        return {name: entry for name, entry in found.items() if name not in self.log.counted}
+
+    def begun(self) -> dict[str, Read]:
+        """Places that have a number since the step has run, and had none."""
+        found = self._told_apart(self.changed() | self.entries())
+        return {n: r for n, r in found.items() if _is_state(r.value) and as_count(n, r.now())}
+
+    def filled(self) -> list[Read]:
+        """Containers without tensors in which it has changed something."""
+        reads = [read for read in (*self.outer, *self.own_reads) if read.change() is not None]
+        kinds = (dict, list)
+        return [
+            r for r in reads if isinstance(r.value, kinds) and with_other_tensors(r.now()) is None
+        ]
+
+    def flags(self, names: Collection[str]) -> dict[str, Read]:
+        """What it has changed of some names, where it can be followed."""
+        changed = {name: read for name, read in self.changed().items() if name in names}
+        known = {n: r for n, r in self._told_apart(changed).items() if is_simple(r.now())}
+        return {n: r for n, r in known.items() if _is_state(r.value)}
+
+    def _told_apart(self, reads: dict[str, Read]) -> dict[str, Read]:
+        """Those that something can be put into."""
+        counts, computed = Counter(read.name for read in self.outer), self.computed()
         return {
             name: read
-            for name, read in (found | self.changed() | entries).items()
-            if as_count(name, read.value) and read.put is not None and counts[name] <= 1
+            for name, read in reads.items()
+            if read.put is not None and counts[name] <= 1
             if not self.log.has_constants({name})  # it is of a cache
             and name not in computed
         }
@@ -135,18 +183,23 @@ class PythonState:
     def __init__(self, outside: Collection[str] = ()) -> None:
         self._outside = outside
         self._left: list[Callable[[], None]] = []
-        self._numbers: dict[str, Read] = {}
+        self._followed: dict[str, FollowedRead] = {}
         self._may_count = True
         self.contents: list[tuple[Any, Any]] = []
 
     def stop_counting(self) -> None:
-        """From here on no numbers are inputs."""
-        self._numbers, self._may_count = {}, False
+        """From here on nothing is followed."""
+        self._followed, self._may_count = {}, False
 
     @property
     def counts(self) -> tuple[Count, ...]:
         """The numbers that are inputs."""
-        return Counting(self._numbers).counts
+        return Counting(self._followed).counts
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the last capture has followed values."""
+        return bool(self._followed)
 
     def take(self) -> None:
         """Leaves in attributes what the last capture does, which is to be used."""
@@ -172,31 +225,43 @@ class PythonState:
     def _found(self, capture: Callable[[Counting], Attempt]) -> tuple[StepGraph, list[Read]]:
         while self._may_count:
             try:
-                first = capture(Counting(self._numbers))
+                first = capture(Counting(self._followed))
             except (ValueNeededError, UndecidedError):
                 raise
             except Exception:
-                if not self._numbers:
+                if not self._followed:
                     raise
-                self.stop_counting()
                 self._refill()
+                self.stop_counting()
                 continue
-            more = first.numbers(self._outside)
+            numbers = first.numbers(self._outside)
+            more = _all_of(CountRead, numbers)
+            more |= _all_of(StateRead, first.states(self._outside))
+            if more and not self._followed:
+                more |= _all_of(StateRead, first.begun())
+            if self._followed or more:
+                more |= _all_of(LeftRead, first.log.only_written())
             if not more:
-                return self._judged(first, lambda: capture(Counting(self._numbers)))
-            is_cache = first.log.has_tensors and not _goes_on(lambda: capture(Counting()))
+                try:
+                    return self._judged(first, lambda: capture(Counting(self._followed)))
+                except _FlagError as error:
+                    more = _all_of(StateRead, error.flags)
+            goes_on = partial(_goes_on, lambda: capture(Counting()))
+            is_cache = bool(numbers) and first.log.has_tensors and not goes_on()
             restore(first.log, first.outer)
             self._refill()
             if is_cache:
                 self.stop_counting()
             else:
-                self._numbers |= more
+                self._followed |= more
         return self._judged(capture(Counting()), lambda: capture(Counting()))
 
     def _refill(self) -> None:
         """Gives containers what they held before captures."""
         for container, content in reversed(self.contents):
-            _refill(container, content)
+            refill(container, content)
+        for read in self._followed.values():  # numbers without values were read there
+            _put(read, read.value)
         self.contents.clear()
 
     def _judged(
@@ -204,7 +269,7 @@ class PythonState:
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
         changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
-        reads = [*kept([*outer, *first.own_reads]), *map(CountRead.of, self._numbers.values())]
+        reads = [*kept([*outer, *first.own_reads]), *self._followed.values()]
         computed = first.computed()
         if computed:
             _refuse_computed(first, computed, capture)
@@ -218,6 +283,7 @@ class PythonState:
         finally:
             restore(first.log, first.outer)
         _refuse_carried(first, capture)
+        self._refuse_filled(first, capture)
         if not once:
             first.log.warn(name for name in changed if name in counts)
         self._left = left
@@ -236,15 +302,56 @@ class PythonState:
             if _is_same(first.step, second.step):
                 return [], again
             if again:
+                self._follow(first, again)
                 _refuse_counter(second, capture, min(again))
         finally:
             restore(second.log, second.outer)
         flags = [read for name, read in changed.items() if name not in again]
         if not flags or _outputs(first.step) == _outputs(second.step):
             return [], set(changed)
-        if first.log.has_constants({read.name for read in flags}):
+        names = {read.name for read in flags}
+        if first.log.has_constants(names):
             raise _CacheError
+        if self._followed:
+            self._follow(first, names)
         return [OnceRead(read.name, read.value, read.now) for read in flags], again
+
+    def _refuse_filled(self, first: Attempt, capture: Callable[[], Attempt]) -> None:
+        """Captures with what the step has left in containers of plain values.
+
+        Raises:
+            CaptureError: the step then is another one.
+        """
+        filled = first.filled()
+        if not filled:
+            return
+        left: list[tuple[Any, Any]] = []
+        for read in filled:
+            note_content(read.now(), left)
+        is_same = _comes_again(first, capture)
+        for container, content in left:
+            refill(container, content)
+        if is_same:
+            return
+        entries = first.entries()
+        if self._may_count and all(has_no_others(read, entries) for read in filled):
+            raise _FlagError(entries)
+        raise CaptureError(_COMPUTES.format(name=filled[0].name, line=""))
+
+    def _follow(self, first: Attempt, names: Collection[str]) -> None:
+        """Has flags of some names followed from here on, where they all can be."""
+        flags = first.flags(names)
+        if self._may_count and len(flags) == len(names):
+            raise _FlagError(flags)
+
+
+def _all_of(kind: type[FollowedRead], reads: dict[str, Read]) -> dict[str, FollowedRead]:
+    return {name: kind.of(read) for name, read in reads.items()}
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a value can be one by which a function goes on, of which there are few."""
+    return is_simple(value) and not as_count("", value)
 
 
 def _is_changed(read: Read) -> bool:
@@ -271,23 +378,6 @@ def _put(read: Read, value: Any) -> None:
 
 def _is_same(one: StepGraph, other: StepGraph) -> bool:
     return lines_of(one) == lines_of(other) and _outputs(one) == _outputs(other)
-
-
-def _entries(read: Read, names: Collection[str]) -> list[Read]:
-    """Numbers of a dictionary that have changed, or that are among some names."""
-    now = read.now()
-    if type(read.value) is not dict or type(now) not in PLAIN_CONTAINERS:
-        return []
-
-    def entry(key: Any, value: Any) -> Read:
-        def put(new: Any) -> None:
-            read.now()[key] = new
-
-        return Read(f"{read.name}[{key!r}]", value, lambda: read.now().get(key), read.names, put)
-
-    numbers = {k: v for k, v in read.value.items() if as_count("", v) and as_count("", now.get(k))}
-    found = [entry(key, value) for key, value in numbers.items()]
-    return [one for one in found if one.name in names or one.value != one.now()]
 
 
 def _refuse_computed(
@@ -330,12 +420,15 @@ def _comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
 def _refuse_counter(second: Attempt, capture: Callable[[], Attempt], name: str) -> None:
     if _comes_again(second, capture):
         return
-    raise CaptureError(
-        f"The step function computes with {name}, and changes it{second.log.line(name)}. It is "
-        f"captured once per program, so that the number would stay. Count in a buffer "
-        f"(register_buffer with a tensor, then self.name += 1), by which it may compute and "
-        f"branch; or change it outside of the step function, or pass it as an argument."
-    )
+    raise CaptureError(_COMPUTES.format(name=name, line=second.log.line(name)))
+
+
+_COMPUTES = (
+    "The step function computes with {name}, and changes it{line}. It is captured once per "
+    "program, so that the number would stay. Count in a buffer (register_buffer with a tensor, "
+    "then self.name += 1), by which it may compute and branch; or change it outside of the step "
+    "function, or pass it as an argument."
+)
 
 
 def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
@@ -345,19 +438,19 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         CaptureError: the step then is another one.
     """
     pairs = [*first.log.filled(), *((r, n) for r in first.outer if _is_container(n := r.now()))]
-    fillings = [(read, now, _filled(now)) for read, now in pairs]
+    fillings = [(read, now, with_other_tensors(now)) for read, now in pairs]
     for read, left, filled in fillings:
         if filled is None or read.put is None:
             continue
         own = read.now()
         content = copy.copy(own)
         if own is left:
-            _refill(own, filled)
+            refill(own, filled)
         else:
             read.put(filled)
         is_same = _comes_again(first, capture)
         if own is left:
-            _refill(own, content)
+            refill(own, content)
         else:
             read.put(own)
         if not is_same:
@@ -368,24 +461,12 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, CONTAINERS)
 
 
-def _filled(container: Any) -> Any:
-    """A container with other tensors in the place of those of a capture; None if it has none."""
-    count = 0
+class _FlagError(Exception):
+    """The step goes another way by flags that it changes."""
 
-    def other(leaf: Any) -> Any:
-        nonlocal count
-        if not isinstance(leaf, FakeTensor):
-            return leaf
-        count += 1
-        return torch.full(tuple(map(int, leaf.shape)), _FILLING).to(leaf.dtype)
-
-    found = pytree.tree_map(other, container)
-    return found if count else None
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict) else container.extend)(content)
+    def __init__(self, flags: dict[str, Read]):
+        super().__init__()
+        self.flags = flags
 
 
 class _CacheError(Exception):

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mpxla.user_lines import is_script_code
 __all__ = ["Outside", "Place", "outside", "places"]
 
 _MISSING = object()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Outside:
     """What a function and the user's functions that it calls name.
 
     Attributes:
-        places: their closures and globals, and attributes of the user's modules, classes and
-            functions among these.
+        places: their closures and globals, attributes of the user's modules, classes and functions
+            among these, and plain ones of the classes of objects.
         names: attributes and texts in their code.
     """
 
@@ -72,7 +73,7 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
     """
     found, seen = Outside(names={"forward", "__call__"}), set[int]()
     kinds = {kind: None for module in model.modules() for kind in type(module).__mro__}
-    waiting: list[Any] = [function]
+    waiting: list[Any] = [function, *_held_functions(model)]
     while waiting:
         own, bound = _unwrapped(waiting.pop())
         for name, value in bound:
@@ -89,8 +90,32 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
                     kinds.update(dict.fromkeys(type(place.value).__mro__))
         if not waiting:
             waiting = [f for f in _methods(kinds, found.names) if id(f) not in seen]
+    found.places += _of_classes(kinds, found.names)
     found.places = list({(p.name, id(p.value)): p for p in found.places}.values())
     return found
+
+
+def _held_functions(model: nn.Module) -> Iterator[Any]:
+    """The user's functions in attributes of modules, and those that are hooks of them."""
+    for module in model.modules():
+        own = vars(module)
+        hooks = (hook for kind in _HOOKS for hook in own[kind].values())
+        for value in (*own.values(), *hooks):
+            if isinstance(value, (FunctionType, MethodType, functools.partial)):
+                inner, _ = _unwrapped(value)
+                if inner is not None and _is_users(inner):
+                    yield value
+
+
+def _of_classes(kinds: dict[type, None], names: set[str]) -> Iterator[Place]:
+    """Plain attributes of the user's classes that have one of the names."""
+    for kind in filter(_is_users, kinds):
+        owner = Place(kind.__name__, kind, lambda: None, lambda new: None)
+        for name, value in vars(kind).items():
+            if name in names and isinstance(value, (bool, int, float, str, NoneType)):
+                place = _of_owner(owner, name)
+                if place is not None:
+                    yield place
 
 
 def _unwrapped(function: Any) -> tuple[FunctionType | None, list[tuple[str, Any]]]:

@@ -51,7 +51,7 @@ class Call:
         wanted: the microbatch that the next capture is for, if that comes next; likewise.
         seed: from which the seeds of random programs are drawn.
         drawer: what a capture draws by, where random numbers of Python are inputs.
-        began: numbers that the function changes, by name, as they were before the call; on the
+        began: plain values that the function changes, by name, as they were before the call; on the
             first pipeline rank.
         states: the same before each microbatch, as far as they are known; likewise.
         left: the same after the last one; likewise.

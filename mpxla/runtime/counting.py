@@ -1,4 +1,4 @@
-"""Calls of step functions that change numbers outside of their arguments (`graph/counted.py`).
+"""Calls of step functions that change plain values outside of their arguments (`counted.py`).
 
 Every microbatch is given what the one before it has left, which is known before any of them runs.
 So the first rank of a pipeline follows a call from one microbatch to the next: by what is there,
@@ -12,7 +12,7 @@ This module must not know how ranks agree on a call.
 from collections.abc import Mapping
 from typing import Any
 
-from mpxla.graph.counted import CountRead, as_count
+from mpxla.graph.counted import FollowedRead, as_count
 from mpxla.log import warn_once
 from mpxla.runtime.call import Call, as_drawn, counted
 from mpxla.runtime.model_watch import ModelView
@@ -53,20 +53,20 @@ class Counters:
         """
         assert call.wanted is not None, "it was captured for that one"
         function = call.signature.function
-        if plan.counts:
+        if plan.followed:
             self._functions.add(function)
         if function not in self._functions:
             return None
         if has_asked or plan.signature.answers is not None:
             same = [other for other in self._plans if other.signature.function == function]
-            names = " and ".join(sorted({name for other in same for name in other.counts}))
+            names = " and ".join(sorted({name for other in same for name in other.followed}))
             return (
                 f"{function} changes {names}, and branches on values that depend on the model, "
                 f"too. Count in a buffer: register_buffer with a tensor, then self.name += 1."
             )
         view, names = plan.view, set[str]()
         for other in self._plans.like(call.signature, view):
-            names.update(other.counts)
+            names.update(other.followed)
         if exact := sorted(_read_exactly(plan) & names):
             return (
                 f"{function} changes {' and '.join(exact)}, and uses the value in a way that "
@@ -84,7 +84,7 @@ class Counters:
         given = [way for way in once if way is not None]
         plans = [p for p in self._plans.like(call.signature, view) if not p.is_question]
         for plan in (*plans, *given):
-            for name, read in plan.counts.items():
+            for name, read in plan.followed.items():
                 call.began.setdefault(name, read.now())
         # Some were captured before it was known that these change in calls.
         plans = [plan for plan in plans if _read_exactly(plan).isdisjoint(call.began)]
@@ -95,7 +95,7 @@ class Counters:
             call.states.append(dict(call.left))
             for plan in plans if way is None else [way]:
                 wanted = [as_count(c.name, call.left[c.name]) for c in plan.signature.counts]
-                if wanted != [*plan.signature.counts]:
+                if wanted != [*plan.signature.counts] or not _serves(plan, call.left):
                     continue
                 change, left = plan.follow([*drawn[plan][number], *counted(call, plan, number)])
                 if change is None:
@@ -109,27 +109,32 @@ class Counters:
     def reason(self, signature: Signature) -> str | None:
         """Why a call of a function that counts needs a new program, if it has others."""
         key = signature.of_arguments.key
-        ways = [plan for plan in self._plans if plan.counts and plan.key == key]
+        ways = [plan for plan in self._plans if plan.followed and plan.key == key]
         if len(ways) == _MANY_WAYS:
             warn_once(
                 f"counted decisions {signature.function}",
                 f"step function {signature.function.rpartition('.')[2]} was compiled {_MANY_WAYS} "
-                f"times, since Python decides by numbers outside of its arguments that change "
-                f"({', '.join(ways[-1].counts)}), or needs their values. It is compiled for every "
-                f"way that they decide. Where these are many, compute with tensors: torch.where, "
-                f"or a buffer that the step changes.",
+                f"times, since Python decides by values outside of its arguments that change "
+                f"({', '.join(ways[-1].followed)}), or needs their values. It is compiled for "
+                f"every way that they decide. Where these are many, compute with tensors: "
+                f"torch.where, or a buffer that the step changes.",
             )
-        return "by numbers that have changed, Python decides otherwise" if ways else None
+        return "by values that have changed, Python decides otherwise" if ways else None
 
 
 def leave(call: Call, values: Mapping[str, Any]) -> None:
-    """Puts numbers into their places, by name."""
+    """Puts values into their places, by name."""
     for plan in call.plans.values():
-        for name, read in plan.counts.items():
+        for name, read in plan.followed.items():
             if name in values and read.put is not None:
                 read.put(values[name])
 
 
 def _read_exactly(plan: Plan) -> set[str]:
     """Names of what has to have the value that it had when a plan was captured."""
-    return {read.name for read in plan.view.reads if not isinstance(read, CountRead)}
+    return {read.name for read in plan.view.reads if not isinstance(read, FollowedRead)}
+
+
+def _serves(plan: Plan, values: Mapping[str, Any]) -> bool:
+    """Whether a plan can be used with what is in the places that it follows."""
+    return all(read.serves(values[name]) for name, read in plan.followed.items())

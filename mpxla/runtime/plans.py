@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpxla.graph.counted import CountRead, as_count
+from mpxla.graph.counted import CountRead, FollowedRead, as_count
 from mpxla.graph.decisions import Decisions
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.questions import state_read
@@ -75,6 +75,11 @@ class Plan:
         return {read.name: read for read in self.view.reads if isinstance(read, CountRead)}
 
     @cached_property
+    def followed(self) -> dict[str, FollowedRead]:
+        """All places that are followed from one microbatch to the next, by name."""
+        return {read.name: read for read in self.view.reads if isinstance(read, FollowedRead)}
+
+    @cached_property
     def asks_of(self) -> set[str]:
         """Parameters and buffers by which it answers, if it is a question."""
         return state_read(self.runner.plan.cut.step) if self.is_question else set()
@@ -132,13 +137,16 @@ class Plans:
         return own[::-1]
 
     def changed_outside(self, signature: Signature) -> frozenset[str]:
-        """Names of numbers that have changed since such calls were captured, whatever else has."""
+        """Names of what is followed, and of numbers that have changed since such calls' captures.
+
+        Whatever else has changed.
+        """
         key = signature.of_arguments.key
         reads = [r for plan in self if plan.key == key for r in plan.view.reads]
         changes = filter(None, (read.change() for read in reads if not isinstance(read, OnceRead)))
         numbers = [c.name for c in changes if as_count("", c.before) and as_count("", c.now)]
-        counted = (read.name for read in reads if isinstance(read, CountRead))
-        return frozenset((*numbers, *counted))
+        followed = (read.name for read in reads if isinstance(read, FollowedRead))
+        return frozenset((*numbers, *followed))
 
     def inputs_change(
         self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]

@@ -73,7 +73,7 @@ class Tracing:
         try:
             found = self._with_few_draws(signature, drawer)
         except UndecidedError as error:
-            if self.state.counts:  # which may be why
+            if self.state.is_following:  # which may be why
                 self.state.stop_counting()
                 return self.trace(signature, drawer and drawer.again(), may_ask)
             if signature.answers is not None or not may_ask:
@@ -172,7 +172,7 @@ class Tracing:
             return capture(counting)
 
         def attempt(counting: Counting) -> Attempt:
-            if counting.counts and known is None:
+            if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             outer, counted = outside_values(function, model), counting.names
             reads = [without_counted(r, counted) for r in outer.reads if r.name not in counted]

@@ -1,0 +1,92 @@
+"""Plain values in lists and dictionaries that a step function reads: what has changed in them.
+
+This module must not know how captures are judged.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mpxla.graph.capture_attributes import (
+    CONTAINERS,
+    PLAIN_CONTAINERS,
+    Read,
+    is_simple,
+    without_counted,
+)
+from mpxla.graph.plain import MISSING, change, plain
+
+__all__ = ["changed_entries", "has_no_others", "refill", "with_other_tensors"]
+
+_FILLING = 0.5
+
+
+def changed_entries(read: Read, names: Collection[str]) -> list[Read]:
+    """Plain values of a container, and of those in it, that have changed, or have such names."""
+    before, now = read.value, read.now()
+    if type(now) not in PLAIN_CONTAINERS or not isinstance(before, (dict, list)):
+        return []
+    if isinstance(before, list):
+        if len(before) != len(now):
+            return []
+        before = dict(enumerate(before))
+    else:
+        shown = plain(now, read.names)
+        before = {**dict.fromkeys(shown, MISSING), **before} if isinstance(shown, dict) else {}
+    found: list[Read] = []
+    for key, value in before.items():
+        entry = _entry(read, key, value)
+        last = entry.now()
+        if isinstance(value, (dict, list)):
+            found += changed_entries(entry, names)
+        elif is_simple(value) and is_simple(last):
+            found += [entry] if entry.name in names or change("", value, last) else []
+    return found
+
+
+def has_no_others(container: Read, entries: Collection[str]) -> bool:
+    """Whether some of these names are of a container, in which nothing else has changed."""
+    own = {name for name in entries if name.startswith(f"{container.name}[")}
+    return bool(own) and without_counted(container, own).change() is None
+
+
+def _entry(read: Read, key: Any, value: Any) -> Read:
+    """What is in a container."""
+
+    def now() -> Any:
+        held = read.now()
+        if isinstance(held, dict):
+            return held.get(key, MISSING)
+        return held[key] if isinstance(held, CONTAINERS) and key < len(held) else MISSING
+
+    def put(new: Any) -> None:
+        if new is MISSING:
+            read.now().pop(key, None)
+        else:
+            read.now()[key] = new
+
+    return Read(f"{read.name}[{key!r}]", value, now, read.names, put)
+
+
+def with_other_tensors(container: Any) -> Any:
+    """A container with other tensors in the place of those of a capture; None if it has none."""
+    count = 0
+
+    def other(leaf: Any) -> Any:
+        nonlocal count
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        count += 1
+        return torch.full(tuple(map(int, leaf.shape)), _FILLING).to(leaf.dtype)
+
+    found = pytree.tree_map(other, container)
+    return found if count else None
+
+
+def refill(container: Any, content: Any) -> None:
+    """Gives a list, a deque or a dictionary what a copy of it holds."""
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(content)
