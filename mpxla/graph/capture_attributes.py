@@ -13,6 +13,7 @@ import types
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -424,8 +425,7 @@ def kept(reads: Sequence[Read]) -> list[Read]:
     return [read for read, found in zip(reads, changes, strict=True) if found is None]
 
 
-@contextlib.contextmanager
-def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
+def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
     """Notes what is read and written of the objects of a class."""
     get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
 
@@ -458,5 +458,4 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
             log.note_write(object.__getattribute__(self, "__dict__"), name, written)
         set_attribute(self, name, value)
 
-    with exchanged(kind, __getattribute__=get, __setattr__=set_noted):
-        yield
+    return exchanged(kind, __getattribute__=get, __setattr__=set_noted)

@@ -9,6 +9,7 @@ import keyword
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_writes import HiddenWrites
 from mpxla.graph.decisions import Tape
-from mpxla.graph.exchanged import exchanged
+from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
@@ -250,12 +251,11 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[At
     Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
     parameters, which are buffers meanwhile.
     """
-    tables = [
+    tables: list[dict[str, Any]] = [
         table
         for m in model.modules()
         for table in (m._parameters, m._buffers)  # pyright: ignore[reportPrivateUsage]
     ]
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -269,26 +269,18 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[At
         return fakes[id(tensor)]
 
     attributes = [found for m in model.modules() for found in attributes_of(m)]
-    sparse: list[tuple[dict[str, Any], str]] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(restored(*tables))
         for m in model.modules():
             for name in [n for n, b in m._buffers.items() if is_sparse(b)]:  # pyright: ignore[reportPrivateUsage]
-                sparse.append((vars(m), name))
                 vars(m)[name] = m._buffers.pop(name)  # pyright: ignore[reportPrivateUsage]
+                stack.callback(vars(m).pop, name)
+        for table in tables:
+            table.update({n: fake(tensor) for n, tensor in table.items() if not is_sparse(tensor)})
         for found in attributes:
             value = fake(vars(found.owner)[found.name])
             found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
-        for table, tensors in saved:
-            for name, tensor in tensors.items():
-                if not is_sparse(tensor):
-                    table[name] = fake(tensor)
         yield attributes
-    finally:
-        for own, name in sparse:
-            own.pop(name)
-        for table, tensors in saved:
-            table.clear()
-            table.update(tensors)
 
 
 @contextlib.contextmanager
@@ -385,38 +377,23 @@ def quiet_export() -> Generator[None]:
                 logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def registration_hooks_kept() -> Generator[None]:
+def registration_hooks_kept() -> AbstractContextManager[None]:
     """Takes away the hook that export registers for all modules, and leaves when it fails.
 
     It holds the step's function, and so the model and the session.
     """
-    hooks: Any = nn_module._global_buffer_registration_hooks  # pyright: ignore[reportPrivateUsage]
-    before = dict(hooks)
-    try:
-        yield
-    finally:
-        hooks.clear()
-        hooks.update(before)
+    return restored(nn_module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
-@contextlib.contextmanager
-def unchecked_distributions() -> Generator[None]:
+def unchecked_distributions() -> AbstractContextManager[None]:
     """Keeps `torch.distributions` from looking at the values of its arguments.
 
     It branches on them in Python. (`validate_args=True` given by the user still does.)
     """
-    kind: Any = torch.distributions.Distribution
-    is_checked = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(is_checked)
+    return exchanged(torch.distributions.Distribution, _validate_args=False)
 
 
-@contextlib.contextmanager
-def attributes_named_by_keywords() -> Generator[None]:
+def attributes_named_by_keywords() -> AbstractContextManager[None]:
     """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
 
     Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
@@ -428,8 +405,7 @@ def attributes_named_by_keywords() -> Generator[None]:
             base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
         return base
 
-    with exchanged(graph, _format_target=format_target):
-        yield
+    return exchanged(graph, _format_target=format_target)
 
 
 _COMPILING = (
@@ -440,31 +416,27 @@ _COMPILING = (
 """What `flex_attention` compiles in, in torch 2.9 and in 2.13."""
 
 
-@contextlib.contextmanager
-def flexible_attention_by_scores() -> Generator[None]:
+def flexible_attention_by_scores() -> AbstractContextManager[None]:
     """`flex_attention` computes all scores by plain operators, as it does when it is not compiled.
 
     Else it compiles its own operator, whose functions cannot be captured, and takes export's modes
     away for that; `torch.vmap` would leave its values in the graph.
     """
     kept = {name: contextlib.nullcontext for name in _COMPILING if hasattr(flex_attention, name)}
-    with exchanged(
+    return exchanged(
         flex_attention,
         _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
         flex_attention_hop=math_attention,
         _validate_device=lambda *_: None,  # torch 2.13 has no derivative on the host
         **kept,
-    ):
-        yield
+    )
 
 
-@contextlib.contextmanager
-def torchs_recurrences() -> Generator[None]:
+def torchs_recurrences() -> AbstractContextManager[None]:
     """`nn.GRU` runs torch's own code.
 
     torch_xla exchanges that class when it is imported (2.9) for one whose loop is its own operator,
     which cannot be captured.
     """
     original = getattr(nn.GRU, "_orig", nn.GRU)
-    with exchanged(nn.GRU, forward=original.forward):
-        yield
+    return exchanged(nn.GRU, forward=original.forward)

@@ -8,8 +8,8 @@ A hook of a parameter that changes nothing is called with the gradient when a st
 of another tensor or of a module is left out then, since such gradients never leave the programs.
 """
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -86,11 +86,9 @@ def hook_parameter(parameter: torch.Tensor, hooks: Sequence[Hook]) -> list[Hook]
     return looking
 
 
-@contextlib.contextmanager
-def module_hooks_captured() -> Generator[None]:
+def module_hooks_captured() -> AbstractContextManager[None]:
     """Captures full backward hooks of modules, and those that come before them."""
-    with exchanged(torch_modules, BackwardHook=_ModuleHooks):
-        yield
+    return exchanged(torch_modules, BackwardHook=_ModuleHooks)
 
 
 def _changed(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ captured again with the value, if it is known: that of an input.
 This module must not know how a step is captured or run.
 """
 
-import contextlib
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -147,8 +147,7 @@ NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) pr
 """What the user's texts say in the place of values."""
 
 
-@contextlib.contextmanager
-def numbers_in_math() -> Generator[None]:
+def numbers_in_math() -> AbstractContextManager[None]:
     """Lets functions of `math` compute with numbers that were read, as tensors of 64 bits."""
 
     def of_numbers(name: str) -> Callable[..., Any]:
@@ -162,8 +161,7 @@ def numbers_in_math() -> Generator[None]:
 
         return function
 
-    with exchanged(math, **{name: of_numbers(name) for name in _OF_MATH}):
-        yield
+    return exchanged(math, **{name: of_numbers(name) for name in _OF_MATH})
 
 
 _TO_INTEGERS = ("ceil", "floor", "trunc")
