@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from mpxla.graph.collectives import CROSS_ENTROPY, EMBEDDING, is_of_group
-from mpxla.graph.split import copy_nodes
+from mpxla.graph.split import ancestors, copy_nodes
 from mpxla.graph.stepgraph import InputKind, OutputKind, OutputRole, StepGraph, is_random
 from mpxla.graph.stepgraph import module_path as path_of
-from mpxla.graph.typed import named_arguments, outputs_of
+from mpxla.graph.typed import named_arguments, origin_of, outputs_of
 from mpxla.graph.user_code import line_of
 
 __all__ = ["IndexUse", "InputIndices", "find_index_uses", "indices_of_inputs", "with_extremes"]
@@ -233,7 +233,7 @@ def indices_of_inputs(step: StepGraph) -> tuple[InputIndices, ...]:
     return tuple(
         InputIndices(
             tuple(roles[source].index for source in sources),
-            _host_function(step, sources, [indices for indices, _ in uses]),
+            _host_function(sources, [indices for indices, _ in uses]),
             tuple(use for _, use in uses),
         )
         for sources, uses in groups.items()
@@ -269,13 +269,9 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _host_function(
-    step: StepGraph, sources: Sequence[fx.Node], indices: Sequence[fx.Node]
+    sources: Sequence[fx.Node], indices: Sequence[fx.Node]
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    needed = set(indices)
-    for node in reversed(list(step.graph.nodes)):
-        if node in needed and node not in sources:
-            needed.update(node.all_input_nodes)
-    nodes = [node for node in step.graph.nodes if node in needed and node not in sources]
+    nodes = sorted(ancestors(indices, sources.__contains__).difference(sources))
     return fx.GraphModule(torch.nn.Module(), copy_nodes(sources, nodes, indices))
 
 
@@ -298,13 +294,11 @@ def with_extremes(step: StepGraph) -> StepGraph:
 def _add_extremes(graph: fx.Graph, user: fx.Node, indices: fx.Node, use: IndexUse) -> fx.Node:
     """Nodes that do what `IndexUse.extremes` does, at the operator that reads the indices."""
 
-    origin = {k: v for k, v in user.meta.items() if k in ("nn_module_stack", "stack_trace")}
-
     def call(target: Any, *arguments: Any) -> fx.Node:
         node = graph.call_function(target, arguments)
         values = fx.map_arg(arguments, lambda n: n.meta["val"])
         with indices.meta["val"].fake_mode, torch.no_grad():
-            node.meta = {**origin, "val": target(*values)}
+            node.meta = {**origin_of(user), "val": target(*values)}
         return node
 
     with graph.inserting_before(user):

@@ -5,7 +5,7 @@ cross borders and which of them carry gradients back, build one graph per stage.
 same on every rank. This module must not know how the assignment was found, nor ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -203,15 +203,18 @@ def _output_port(node: fx.Node, borders: _Borders) -> OutputPort:
     )
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they depend on."""
+def ancestors(
+    nodes: Iterable[fx.Node], is_end: Callable[[fx.Node], bool] = lambda node: False
+) -> set[fx.Node]:
+    """The nodes and all that they depend on; of ends no more than the ends themselves."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo += node.all_input_nodes
+            if not is_end(node):
+                todo += node.all_input_nodes
     return found
 
 

@@ -16,6 +16,7 @@ This module must not know about ranks, schedules or how graphs are executed.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -211,14 +212,12 @@ def _stage_function(spec: StageSpec, lowering: Lowering) -> Callable[..., list[t
 
 def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     """A copy of the graph whose device constants name the device, in operators that it has."""
-    copy = fx.Graph()
-    output = copy.graph_copy(graph, val_map={})
-    copy.output(output)
+    made = copy.deepcopy(graph)
 
     def moved(value: Any) -> Any:
         return lowering.device if isinstance(value, torch.device) else value
 
-    for node in copy.nodes:
+    for node in made.nodes:
         if node.op == "call_function":
             own = applied(node.target, lambda part: _on_device(part, lowering))
             own = own or collectives.lowered(node.target)
@@ -232,7 +231,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")
             }
-    return copy
+    return made
 
 
 def _lower_forward_only(
