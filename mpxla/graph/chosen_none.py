@@ -34,13 +34,9 @@ def needs_no_rows(step: StepGraph, line: str, other: StepGraph) -> bool:
         other: the same, captured with the other answer at this line.
     """
     results = {p.result for p in step.prints if p.label == line and p.check is Check.ROWS}
-    masks = [
-        input_of(node)
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if role.kind is OutputKind.RESULT and not role.name and role.index in results
-    ]
+    masks = {input_of(node) for node, role in step.ends if role.is_among(results)}
     book = _Book()
-    mine, others = _Terms(step, set(masks), book), _Terms(other, set(), book)
+    mine, others = _Terms(step, masks, book), _Terms(other, set(), book)
     leaves = step.result_leaves == other.result_leaves and step.result_spec == other.result_spec
     return leaves and _outputs(step, mine, results) == _outputs(other, others, set())
 
@@ -52,8 +48,8 @@ def _outputs(step: StepGraph, terms: "_Terms", left_out: Collection[int]) -> Any
         (role.kind, role.name, shown.get(role.index) or role.index, terms.of(node))
         if role.kind is OutputKind.RESULT
         else (role, terms.of(node))
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if not (role.kind is OutputKind.RESULT and not role.name and role.index in left_out)
+        for node, role in step.ends
+        if not role.is_among(left_out)
     ]
 
 
@@ -62,17 +58,12 @@ def without_checks(step: StepGraph, lines: Collection[str]) -> StepGraph:
     dropped = {p.result for p in step.prints if p.check is Check.ROWS and p.label in lines}
     if not dropped:
         return step
-    output = step.graph.output_node()
-    kept = [
-        (node, role)
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if not (role.kind is OutputKind.RESULT and not role.name and role.index in dropped)
-    ]
+    kept = [(node, role) for node, role in step.ends if not role.is_among(dropped)]
 
     def moved(index: int) -> int:
         return index - sum(other < index for other in dropped)
 
-    output.args = (tuple(node for node, _ in kept),)
+    step.graph.output_node().args = (tuple(node for node, _ in kept),)
     step.graph.eliminate_dead_code()
     return replace(
         step,
@@ -114,7 +105,7 @@ class _Terms:
     def __init__(self, step: StepGraph, masks: Collection[fx.Node], book: _Book) -> None:
         self._terms: dict[fx.Node, Any] = {}
         self._book = book
-        for node, role in zip(step.placeholders, step.inputs, strict=True):
+        for node, role in step.roles.items():
             constant = step.constants.get(role.name)
             # Constants of a step are named by their number.
             known = role if constant is None else (id(constant), tuple(constant.shape))
@@ -226,19 +217,19 @@ def _written(place: int) -> Callable[[_Terms, fx.Node], Any]:
     return term
 
 
-def _made(number: float) -> Callable[[_Terms, fx.Node], Any]:
-    return lambda terms, node: _Number(number)
+def _zeros(terms: _Terms, node: fx.Node) -> Any:
+    return _Number(0)
 
 
 _SIMPLER: Mapping[Any, Callable[[_Terms, fx.Node], Any]] = {
     **dict.fromkeys((*VIEWS, *CASTS, _aten.detach.default, _aten.expand.default), _moved),
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor), _added),
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.any.default), _summed),
-    **dict.fromkeys((_aten.cumsum.default,), _summed),
-    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default), _made(0)),
+    _aten.cumsum.default: _summed,
+    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default), _zeros),
+    _aten.new_zeros.default: _zeros,
     **dict.fromkeys((_aten.index_add.default, _aten.scatter_add.default), _written(3)),
     _aten.index_put.default: _written(2),
-    _aten.new_zeros.default: _made(0),
     _aten.logical_not.default: _turned,
     _aten.clamp_min.default: _raised,
     _aten.ne.Scalar: _as_mask,

@@ -121,17 +121,13 @@ def build_problem(
     """
     flops = _flops_of(step)
     times = _Times(flops, machine, measured_s or {})
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    roles = step.roles
     owned = {
         role.name
         for role in step.inputs
         if role.kind is InputKind.PARAMETER or role.name in stateful
     }
-    new_buffers = {
-        node: role.name
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if role.kind is OutputKind.BUFFER
-    }
+    new_buffers = {n: role.name for n, role in step.ends if role.kind is OutputKind.BUFFER}
     later = step.graph.find_nodes(op="call_function", target=LATER)
     stuck = {read for node in later for read in reads_of(node)}
     units: dict[fx.Node, int] = {}

@@ -67,14 +67,9 @@ def _read_tied_once(program: torch.export.ExportedProgram) -> None:
 
 def _composites(module: fx.GraphModule) -> set[OpOverload]:
     """Composite operators of a program and of the programs in it."""
-    operators = {target for target in _targets(module) if isinstance(target, OpOverload)}
-    return {operator for operator in operators if _is_preservable_cia_op(operator)}
-
-
-def _targets(module: fx.GraphModule) -> set[Any]:
-    """What the nodes of a program call, and of the programs in it."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    return {node.target for graph in graphs for node in graph.nodes}
+    targets = {node.target for graph in graphs for node in graph.nodes}
+    return {t for t in targets if isinstance(t, OpOverload) and _is_preservable_cia_op(t)}
 
 
 @contextlib.contextmanager

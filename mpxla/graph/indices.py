@@ -224,7 +224,7 @@ def indices_of_inputs(step: StepGraph) -> tuple[InputIndices, ...]:
     One entry for every set of inputs that lead to indices: an input that is not on the host spoils
     what depends on it only.
     """
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    roles = step.roles
     groups: dict[tuple[fx.Node, ...], list[tuple[fx.Node, IndexUse]]] = {}
     for _, indices, use in find_index_uses(step):
         sources = _sources(indices, roles)

@@ -40,7 +40,7 @@ def check_placement(
     used = {path for node in step.graph.nodes for path in _ancestors(module_path(node))}
     times_named = Counter(canonical_names.values())
     name_in_model = {canonical: name for name, canonical in canonical_names.items()}
-    for node, role in zip(step.placeholders, step.inputs, strict=True):
+    for node, role in step.roles.items():
         if role.kind is not InputKind.PARAMETER or times_named[role.name] > 1:
             continue  # a tied parameter may be read under its other name
         owner = f"{_MODEL}.{name_in_model[role.name]}".rpartition(".")[0]

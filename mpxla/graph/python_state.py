@@ -19,7 +19,7 @@ This module must not know how steps are run.
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -344,8 +344,8 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
     Raises:
         CaptureError: the step then is another one.
     """
-    pairs = [*first.log.filled(), *((r, n) for r in first.outer if _is_container(n := r.now()))]
-    fillings = [(read, now, _filled(now)) for read, now in pairs]
+    outer = [(read, now) for read in first.outer if isinstance(now := read.now(), CONTAINERS)]
+    fillings = [(read, now, _filled(now)) for read, now in (*first.log.filled(), *outer)]
     for read, left, filled in fillings:
         if filled is None or read.put is None:
             continue
@@ -362,10 +362,6 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             read.put(own)
         if not is_same:
             raise refusal(read.name, "")
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, CONTAINERS)
 
 
 def _filled(container: Any) -> Any:
@@ -395,7 +391,7 @@ class _CacheError(Exception):
 def _outputs(step: StepGraph) -> list[Any]:
     """What outputs are computed of, and by what; constants of one shape count as the same."""
     digests: dict[fx.Node, tuple[bool, str]] = {}
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    roles = step.roles
 
     def digest(node: fx.Node) -> tuple[bool, str]:
         value = node.meta.get("val")
@@ -414,5 +410,4 @@ def _outputs(step: StepGraph) -> list[Any]:
 
     for node in step.graph.nodes:
         digests[node] = digest(node)
-    nodes: Sequence[fx.Node] = step.output_nodes
-    return [(role, digests[node]) for node, role in zip(nodes, step.outputs, strict=True)]
+    return [(role, digests[node]) for node, role in step.ends]

@@ -32,8 +32,7 @@ _NEW_STATISTICS = 3
 
 def as_question(step: StepGraph) -> StepGraph:
     """A question that writes nothing; the graph changes in place."""
-    pairs = zip(step.output_nodes, step.outputs, strict=True)
-    kept = [(n, role) for n, role in pairs if role.kind is OutputKind.RESULT and not role.name]
+    kept = [(n, role) for n, role in step.ends if role.kind is OutputKind.RESULT and not role.name]
     step.graph.output_node().args = (tuple(node for node, _ in kept),)
     step.graph.eliminate_dead_code()
     return replace(step, outputs=tuple(role for _, role in kept), prints=(), looking=())
@@ -41,8 +40,7 @@ def as_question(step: StepGraph) -> StepGraph:
 
 def state_read(question: StepGraph) -> set[str]:
     """Parameters and buffers by whose values a question answers."""
-    inputs = zip(question.placeholders, question.inputs, strict=True)
-    return {role.name for node, role in inputs if role.name and _is_read(node)}
+    return {role.name for n, role in question.roles.items() if role.name and _is_read(n)}
 
 
 def told_by_buffers(
@@ -50,7 +48,7 @@ def told_by_buffers(
 ) -> int | None:
     """The last answer of a question that reads only buffers with a value; else None."""
     values: list[torch.Tensor | None] = []
-    for node, role in zip(question.placeholders, question.inputs, strict=True):
+    for node, role in question.roles.items():
         value = value_of(role.name) if role.kind is InputKind.BUFFER else None
         if node.users and (value is None or value.is_meta or is_delayed(value)):
             return None

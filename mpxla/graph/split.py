@@ -50,9 +50,8 @@ def split_stages(
 
     A replicated node has several. A node's stage is never before that of its inputs.
     """
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
     borders = _Borders(
-        roles,
+        step.roles,
         {node: tuple(stages) for node, stages in stages_of.items()},
         frozenset(_reaching(step)),
     )
@@ -96,11 +95,7 @@ def _requires_grad(node: fx.Node) -> bool:
 
 def _reaching(step: StepGraph) -> set[fx.Node]:
     """Nodes through which gradients of an objective flow."""
-    reaching = {
-        node
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if role.kind is OutputKind.OBJECTIVE
-    }
+    reaching = {node for node, role in step.ends if role.kind is OutputKind.OBJECTIVE}
     for node in reversed(list(step.graph.nodes)):
         if _requires_grad(node) and any(user in reaching for user in node.users):
             reaching.add(node)
@@ -159,7 +154,7 @@ def _stage_outputs(
     results: dict[int, fx.Node] = {}
     new_buffers: dict[str, fx.Node] = {}
     objectives: list[fx.Node] = []
-    for node, role in zip(step.output_nodes, step.outputs, strict=True):
+    for node, role in step.ends:
         assert node not in borders.roles, "what a step returns is a node of its own"
         if borders.stage_of(node) != index:
             continue

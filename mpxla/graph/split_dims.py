@@ -74,7 +74,7 @@ def check_split_dims(step: StepGraph, split: Mapping[str, tuple[int, int]]) -> N
         CaptureError: something does.
     """
     walk = _Walk()
-    for node, role in zip(step.placeholders, step.inputs, strict=True):
+    for node, role in step.roles.items():
         if role.kind is InputKind.PARAMETER and role.name in split:
             dim, blocks = split[role.name]
             walk.known[node] = _Along(dim - node.meta["val"].dim(), blocks)
