@@ -150,16 +150,14 @@ class AttributeLog:
         """What the captured step depends on: what was read, and not changed by the step."""
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
         for place, value in self.first.items():
-            _, owner = self.names[place[0]]
-            name, put = self._name(place), partial(owner.__setitem__, place[1])
             line, last = self.written.get(place, ("", _MISSING))
             if last is _COMPUTED:
-                raise refusal(name, line)
-            if not _is_known(name, value):
-                continue
-            read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts, put)
-            if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
-                found.append(without_counted(read, self.counted))
+                raise refusal(self._name(place), line)
+            is_known = _is_known(self._name(place), value)
+            if is_known and (
+                last is _MISSING or last is _CONSTANT
+            ):  # a cache, all calls fill alike
+                found.append(without_counted(self._read(place), self.counted))
         changes = self._changes()
         return [read for read in found if read.name not in changes]
 
@@ -174,13 +172,7 @@ class AttributeLog:
 
     def filled(self) -> list[tuple[Read, Any]]:
         """Containers that were read, with what they are now: the capture gives others back."""
-        found: list[tuple[Read, Any]] = []
-        for place, container in self.containers.items():
-            owner_name, owner = self.names[place[0]]
-            now, put = partial(owner.get, place[1]), partial(owner.__setitem__, place[1])
-            name = f"{owner_name}.{place[1]}"
-            found.append((Read(name, self.first[place], now, self.texts, put), container))
-        return found
+        return [(self._read(place), container) for place, container in self.containers.items()]
 
     def line(self, name: str) -> str:
         """Where something was changed first, if that is known."""
@@ -234,20 +226,25 @@ class AttributeLog:
     def _changes(self) -> dict[str, tuple[Read, str]]:
         found: dict[str, tuple[Read, str]] = {}
         for place, (line, last) in self.written.items():
-            _, owner = self.names[place[0]]
-            name, put = self._name(place), partial(owner.__setitem__, place[1])
-            if place in self.first:
-                now = partial(owner.get, place[1], _MISSING)
-                read = Read(name, self.first[place], now, self.texts, put)
-            elif place in self.inherited:
-                read = replace(self.inherited[place], put=put)
-            else:
+            if last is _CONSTANT or last is _COMPUTED:
                 continue
-            if last is _CONSTANT or last is _COMPUTED or not _is_known(name, read.value):
+            if place not in self.first and place not in self.inherited:
+                continue
+            read = self._read(place)
+            if not _is_known(read.name, read.value):
                 continue
             if read.change() or change("", read.value, plain(last, self.texts)):
-                found[name] = read, line
+                found[read.name] = read, line
         return found
+
+    def _read(self, place: tuple[int, str]) -> Read:
+        """Of an attribute that can be put back."""
+        owner, key = self.names[place[0]][1], place[1]
+        put = partial(owner.__setitem__, key)
+        if place not in self.first:
+            return replace(self.inherited[place], put=put)
+        now = partial(owner.get, key, _MISSING)
+        return Read(self._name(place), self.first[place], now, self.texts, put)
 
 
 def is_simple(value: Any) -> bool:
