@@ -170,10 +170,6 @@ class BackwardRecorder:
         # A copy, which what is written to the tensor afterwards does not reach.
         self.prints.append((label, tensor.detach().clone(), None))
 
-    def check(self, check: Check, line: str, passed: torch.Tensor) -> None:
-        """Makes the step fail where a value is not true when it has run."""
-        self.prints.append((line, passed, check))
-
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Records the scalars whose gradients add up to what the call asks for.
 
@@ -319,19 +315,22 @@ class _StepModule(nn.Module):
                 semantics.selected.check()
                 if tape is not None:
                     semantics.constants.leave(self._left(), tape)
-                for line, passed in semantics.constants.finite().items():
-                    recorder.check(Check.FINITE, line, passed)
-                for line, passed in semantics.constants.shapes.counted:
-                    recorder.check(Check.COUNTED, line, passed)
-                for line, passed in self._counts.asked:
-                    recorder.check(Check.ROWS, line, passed)
+                checks = {
+                    Check.FINITE: semantics.constants.finite().items(),
+                    Check.COUNTED: semantics.constants.shapes.counted,
+                    Check.ROWS: self._counts.asked,
+                }
+                for check, found in checks.items():
+                    recorder.prints += [(line, passed, check) for line, passed in found]
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
             self.returned.written = self._names(contents.finish(state.values()))
         finally:
             _recorder = None
         self.returned.asked = tuple(answers.lines)
+        self.returned.decisions = None if tape is None else tape.decisions()
+        self.returned.semantics = semantics
         if answers.is_open:
-            return self._ask(answers, tape, semantics)
+            return self._ask(answers)
         refuse_sparse(returned)
         returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
@@ -357,20 +356,14 @@ class _StepModule(nn.Module):
         )
         results += [value for _, value, _ in recorder.prints]
         self.returned.num_objectives = len(recorder.objectives)
-        self.returned.decisions = None if tape is None else tape.decisions()
-        self.returned.semantics = semantics
         return (*recorder.objectives, *results)
 
-    def _ask(
-        self, answers: Answers, tape: Tape | None, semantics: StepSemantics
-    ) -> tuple[torch.Tensor, ...]:
+    def _ask(self, answers: Answers) -> tuple[torch.Tensor, ...]:
         """The results of a question; nothing is shown, differentiated or returned to the user."""
         returned = self.returned
         returned.leaves = [ResultLeaf(i, is_number=True) for i, _ in enumerate(answers.asked)]
         returned.spec = pytree.tree_structure(answers.asked)
         returned.looking, returned.is_question = [], True
-        returned.decisions = None if tape is None else tape.decisions()
-        returned.semantics = semantics
         return tuple(answers.asked)
 
 

@@ -61,10 +61,6 @@ def _gaussian_nll_loss(
     losses = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         losses = losses + 0.5 * torch.log(torch.tensor(2 * torch.pi)).item()
-    return _reduced(losses, reduction)
-
-
-def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
     return {"none": losses.clone, "mean": losses.mean, "sum": losses.sum}[reduction]()
 
 

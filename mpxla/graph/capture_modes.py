@@ -88,13 +88,14 @@ class StepSemantics(TorchFunctionMode):
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tuple(args), kwargs or {}
         if func in _AUTOGRAD and self.of_function == (True, False):
             raise DifferentiatesInsideError
         if func is torch.autograd.grad and (
             not self.of_function[0]
             or self._gradients.is_outside(args[0] if args else kwargs["outputs"])
         ):
-            return self._gradients.grad(*args, **(kwargs or {}))
+            return self._gradients.grad(*args, **kwargs)
         if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
@@ -116,23 +117,23 @@ class StepSemantics(TorchFunctionMode):
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
             with self:
-                return hook_tensor(*args, **(kwargs or {}), is_late=lambda: contents.has_backward)
+                return hook_tensor(*args, **kwargs, is_late=lambda: contents.has_backward)
         if func is torch.Tensor.__deepcopy__:
             with self:
                 return _deep_copy(*args)
         if has_sparse(func, args, kwargs):
             with self:
-                return run_sparse(func, args, kwargs or {})
-        if func in FREEZES and all([*args[1:], *(kwargs or {}).values()]):
+                return run_sparse(func, args, kwargs)
+        if func in FREEZES and all([*args[1:], *kwargs.values()]):
             self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
-            pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
-        args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
-        if func in _DEVICE_BY_NAME:
+            pytree.tree_map(_refuse_foreign_parameter, (args, kwargs))
+        args, kwargs = pytree.tree_map(self._to_host, (args, kwargs))
+        if func is torch.Tensor.to:
             args = (args[0], *(_device_of_name(a) for a in args[1:]))
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return args[0]
-        if "device" in kwargs and kwargs["device"] is not None:
+        if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs = without_generator(func, kwargs)
         recurrence = self._recurrences.function(func, args)
@@ -215,7 +216,6 @@ _VERDICTS: dict[Any, Any] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), torch.isclose),
 }
-_DEVICE_BY_NAME = (torch.Tensor.to,)
 
 
 def _device_of_name(value: Any) -> Any:

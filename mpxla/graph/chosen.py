@@ -27,7 +27,18 @@ from mpxla.graph.typed import SYMBOLIC, origin_of, outputs_of, symbolic_numbers
 from mpxla.graph.user_code import ValueNeededError, line_of
 from mpxla.log import warn_once
 
-__all__ = ["Dims", "Rows", "Rule", "Walk", "aligned", "fix_sizes", "fixed_sizes", "met", "refused"]
+__all__ = [
+    "Dims",
+    "Rows",
+    "Rule",
+    "Walk",
+    "aligned",
+    "fix_sizes",
+    "fixed_sizes",
+    "met",
+    "of_each",
+    "refused",
+]
 
 _aten = torch.ops.aten
 _HERE: Mapping[str, Any] = {"device": torch.device("cpu")}
@@ -121,6 +132,12 @@ def fixed_sizes(shape: Sequence[Any], dims: Sequence[Rows | None]) -> list[Any]:
     """A shape with the fixed sizes of dims whose rows are known."""
     pairs = zip(shape, dims, strict=True)
     return [size if rows is None else rows.size for size, rows in pairs]
+
+
+def of_each(node: fx.Node, dims: Dims) -> tuple[fx.Node, Any]:
+    """A node as it is, with the same dims for each of its values if it gives several."""
+    value = node.meta["val"]
+    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
 
 
 def refused(node: fx.Node, what: str = "") -> ValueNeededError:

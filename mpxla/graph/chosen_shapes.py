@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, fixed_sizes, met, refused
+from mpxla.graph.chosen import (
+    Dims,
+    Rows,
+    Rule,
+    Walk,
+    aligned,
+    fixed_sizes,
+    met,
+    of_each,
+    refused,
+)
 from mpxla.graph.chosen_order import place_of
 from mpxla.graph.positions import TRANSPOSED, permutation
 from mpxla.graph.stepgraph import VIEWS
@@ -209,14 +219,9 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
         if not is_all or not (end is None or end == walk.sizes(source)[dim] or end > 2**40):
             raise refused(node, "is divided")
         return source, dims
-    if target is _aten.unbind.int:
-        if source in walk.places:
-            walk.places[node] = walk.places[source]
-        return node, [rest] * len(node.meta["val"])
-    if target is _aten.select.int:
-        return node, rest
-    value = node.meta["val"]
-    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+    if target is _aten.unbind.int and source in walk.places:
+        walk.places[node] = walk.places[source]
+    return of_each(node, rest if target in (_aten.unbind.int, _aten.select.int) else dims)
 
 
 def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:

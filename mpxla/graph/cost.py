@@ -80,7 +80,7 @@ class PartitionProblem:
             the weights alone.
         members: nodes of the step graph that each unit stands for.
         flops: forward floating-point operations of each unit.
-        backward_flops: those of its derivatives.
+        total_flops: with those of its derivatives.
         forward_s: the forward's part of each unit's `compute_s`.
         weight_bytes: the weights of every parameter alone.
     """
@@ -89,14 +89,9 @@ class PartitionProblem:
     parameter_bytes: Mapping[str, int]
     members: tuple[tuple[fx.Node, ...], ...]
     flops: tuple[int, ...]
-    backward_flops: tuple[int, ...]
+    total_flops: tuple[int, ...]
     forward_s: tuple[float, ...]
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def total_flops(self) -> tuple[int, ...]:
-        """Operations of each unit, forward and backward."""
-        return tuple(a + b for a, b in zip(self.flops, self.backward_flops, strict=True))
 
 
 def build_problem(
@@ -120,6 +115,7 @@ def build_problem(
         has_masters: whether 16-bit parameters are updated in float32.
     """
     flops = _flops_of(step)
+    total_flops = {n: count + int(count * _derivatives(n)) for n, count in flops.items()}
     times = _Times(flops, machine, measured_s or {})
     roles = step.roles
     owned = {
@@ -156,9 +152,7 @@ def build_problem(
         parameter_bytes,
         tuple(tuple(group) for group in members),
         tuple(sum(flops.get(n, 0) for n in group) for group in members),
-        tuple(
-            sum(int(flops[n] * _derivatives(n)) for n in group if n in flops) for group in members
-        ),
+        tuple(sum(total_flops.get(n, 0) for n in group) for group in members),
         tuple(times.forward_s(group, roles) for group in members),
         weight_bytes,
     )

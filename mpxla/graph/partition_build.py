@@ -18,7 +18,7 @@ from mpxla.graph.partition import (
     transfers,
 )
 from mpxla.graph.partition_flow import Flow, spread
-from mpxla.graph.partition_modules import stage_modules
+from mpxla.graph.partition_modules import parents, stage_modules
 
 __all__ = ["build_partition", "partition_from_copies"]
 
@@ -92,7 +92,7 @@ def _parameter_ranks(
     by_prefix: dict[str, int] = {}
     for name in parameter_bytes:
         if name in readers:
-            for prefix in _prefixes(name):
+            for prefix in parents(name):
                 by_prefix.setdefault(prefix, min(readers[name]))
     ranks: dict[str, tuple[int, ...]] = {}
     for name in parameter_bytes:
@@ -102,15 +102,9 @@ def _parameter_ranks(
         elif name in readers:
             ranks[name] = tuple(sorted(readers[name]))
         else:
-            near = (by_prefix[prefix] for prefix in _prefixes(name) if prefix in by_prefix)
+            near = (by_prefix[prefix] for prefix in parents(name) if prefix in by_prefix)
             ranks[name] = (next(near, default_rank),)
     return ranks
-
-
-def _prefixes(name: str) -> list[str]:
-    """The modules around a parameter, innermost first: a.b.weight -> a.b, a."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad, ...]:
