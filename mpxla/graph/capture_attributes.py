@@ -27,7 +27,7 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, UNKNOWN, Change, change, plain
-from mpxla.graph.reach import outside
+from mpxla.graph.reach import Outside
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.user_lines import is_model_code
@@ -36,7 +36,6 @@ __all__ = [
     "CONTAINERS",
     "PLAIN_CONTAINERS",
     "AttributeLog",
-    "Outer",
     "Read",
     "attributes_noted",
     "is_simple",
@@ -374,28 +373,11 @@ def _has_attributes(value: Any) -> bool:
     return bool(is_open) and not is_other and type(getattr(value, "__dict__", None)) is dict
 
 
-@dataclass(frozen=True)
-class Outer:
-    """What a function names outside of its arguments.
-
-    Attributes:
-        reads: plain globals, closed-over values, and attributes of modules and classes.
-        objects: the others.
-        texts: in its code and that of the user's functions that it calls.
-    """
-
-    reads: list[Read]
-    objects: list[tuple[str, Any]]
-    texts: Set[str]
-
-
-def outside_values(function: Callable[..., Any], model: nn.Module) -> Outer:
-    """What a function that calls a model names of the outside, and what it calls in turn."""
-    found = outside(function, model)
+def outside_values(found: Outside) -> list[Read]:
+    """Plain globals, closed-over values, and attributes of modules and classes that code names."""
     copies = [(p, plain(p.value, found.names)) for p in found.places]
     known = [(p, value) for p, value in copies if _is_known(p.name, value)]
-    reads = [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
-    return Outer(reads, [(p.name, p.value) for p in found.places], found.names)
+    return [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
 
 
 def _is_known(name: str, value: Any) -> bool:

@@ -242,20 +242,11 @@ def indices_of_inputs(step: StepGraph) -> tuple[InputIndices, ...]:
 
 def _sources(indices: fx.Node, roles: Any) -> tuple[fx.Node, ...] | None:
     """Inputs from which the indices follow by operators on integers alone; None if they do not."""
-    found: dict[fx.Node, None] = {}
-    seen, waiting = {indices}, [indices]
-    while waiting:
-        node = waiting.pop()
-        if node in roles:
-            if roles[node].kind is not InputKind.STEP_INPUT:
-                return None
-            found[node] = None
-            continue
-        if not _is_cheap(node):
-            return None
-        waiting += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
-    return tuple(sorted(found))
+    found = ancestors([indices], lambda n: n in roles or not _is_cheap(n))
+    sources = [node for node in found if node in roles]
+    are_given = all(roles[source].kind is InputKind.STEP_INPUT for source in sources)
+    is_known = are_given and all(node in roles or _is_cheap(node) for node in found)
+    return tuple(sorted(sources)) if is_known else None
 
 
 def _is_cheap(node: fx.Node) -> bool:
