@@ -447,7 +447,8 @@ class Walk:
             made = self._computed(value.meta["val"].node.expr, value)
         if not isinstance(made, fx.Node):
             made = self.call(_aten.scalar_tensor.default, made, **_HERE)
-        made.meta.setdefault("val", self._scalar(_dtype_of(value.meta["val"])))
+        is_integer = isinstance(value.meta["val"], torch.SymInt)
+        made.meta.setdefault("val", self._scalar(torch.int64 if is_integer else torch.float64))
         return made
 
     def _computed(self, expr: Any, value: fx.Node) -> Any:
@@ -498,10 +499,6 @@ def _source(mask: fx.Node) -> fx.Node:
 def _is_number(value: Any) -> bool:
     known = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(known, (torch.SymInt, torch.SymFloat))
-
-
-def _dtype_of(number: Any) -> torch.dtype:
-    return torch.int64 if isinstance(number, torch.SymInt) else torch.float64
 
 
 def _divided(walk: Walk, one: Any, other: Any) -> Any:

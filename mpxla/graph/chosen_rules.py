@@ -307,10 +307,6 @@ def _embedded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return node, (*walk.dims_of(indices), None)
 
 
-def _one_hot(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    return node, (*walk.dims_of(input_of(node)), None)
-
-
 def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """Losses of classes: rows that do not count have a class that is ignored."""
     arguments = named_arguments(node)
@@ -426,7 +422,7 @@ _RULES: Mapping[Any, Rule] = {
     **dict.fromkeys((*_LIKE, "aten::bernoulli"), _kept),
     LAYER: _recurrent,
     _aten.embedding.default: _embedded,
-    _aten.one_hot.default: _one_hot,
+    _aten.one_hot.default: lambda walk, node: (node, (*walk.dims_of(input_of(node)), None)),
 }
 
 

@@ -302,10 +302,6 @@ def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
     return found
 
 
-def _linear_flops(rows: torch.Tensor, weight: torch.Tensor, *_: Any, out_val: torch.Tensor) -> int:
-    return 2 * rows.numel() * weight.shape[0]
-
-
 def _attention_flops(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, out_val: Any, **__: Any
 ) -> int:
@@ -315,7 +311,7 @@ def _attention_flops(
 
 
 _FORMULAS: dict[Any, Any] = {
-    torch.ops.aten.linear: _linear_flops,
+    torch.ops.aten.linear: lambda rows, weight, *_, out_val: 2 * rows.numel() * weight.shape[0],
     # Its parts depend on the device, and torch has no formula for those of the CPU (2.9).
     torch.ops.aten.scaled_dot_product_attention: _attention_flops,
 }

@@ -47,6 +47,10 @@ from mpxla.graph.user_code import line_of
 
 __all__ = ["Constants", "FunctionalStep", "constants_of", "functional_step"]
 
+_STATE = {
+    ExportInput.PARAMETER: InputKind.PARAMETER,
+    ExportInput.BUFFER: InputKind.BUFFER,
+}
 Constants = dict[str, torch.Tensor]
 """Tensors that a program computes with and that are no state of the model, by role."""
 
@@ -144,10 +148,8 @@ def _input_roles(program: ExportedProgram, canonical_names: Mapping[str, str]) -
     num_leaves = 0
     for spec in program.graph_signature.input_specs:
         name = _name(spec.target)
-        if spec.kind is ExportInput.PARAMETER:
-            roles.append(InputRole(InputKind.PARAMETER, canonical_names[name]))
-        elif spec.kind is ExportInput.BUFFER:
-            roles.append(InputRole(InputKind.BUFFER, canonical_names[name]))
+        if spec.kind in _STATE:
+            roles.append(InputRole(_STATE[spec.kind], canonical_names[name]))
         elif spec.kind is ExportInput.CONSTANT_TENSOR:
             roles.append(InputRole(InputKind.CONSTANT, name))
         elif spec.kind is ExportInput.USER_INPUT:

@@ -54,10 +54,6 @@ _operators = torch.ops.mpxla_gradients
 LEAF, GRADIENTS_OF = _operators.leaf.default, _operators.of.default
 
 
-def _like_leaves(_: Any, leaves: Sequence[torch.Tensor], *__: Any) -> list[torch.Tensor]:
-    return [torch.empty_like(leaf) for leaf in leaves]
-
-
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.tensors = inputs[:3]
 
@@ -68,7 +64,9 @@ def _zeros(ctx: Any, _: Any) -> tuple[Any, ...]:
 
 
 _library.impl("leaf", torch.clone, "CompositeExplicitAutograd")
-_library.impl("of", _like_leaves, "CompositeExplicitAutograd")
+_library.impl(
+    "of", lambda _, leaves, *__: [torch.empty_like(x) for x in leaves], "CompositeExplicitAutograd"
+)
 torch.library.register_autograd(
     "mpxla_gradients::of", _zeros, setup_context=_keep_inputs, lib=_library
 )

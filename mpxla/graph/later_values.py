@@ -12,7 +12,6 @@ a view of the former memory.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -40,11 +39,7 @@ _KEEP_NOTHING = frozenset(
 """Or a view, as of linear layers."""
 
 
-def _value(value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return value.clone()
-
-
-_library.impl("later", _value, "CompositeExplicitAutograd")
+_library.impl("later", lambda value, *_: value.clone(), "CompositeExplicitAutograd")
 
 
 def reads_of(node: fx.Node) -> list[fx.Node]:

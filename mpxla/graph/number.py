@@ -239,21 +239,19 @@ def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
         operands = operands[::-1] if is_reflected else operands
         if isinstance(other, torch.Tensor):
             return function(*operands)
-        kind = (
-            NumberRead if isinstance(self, NumberRead) or isinstance(other, NumberRead) else Number
-        )
-        if name == "truediv" or any(isinstance(v, float) or _is_float(v) for v in operands):
+        if name == "truediv" or any(map(_is_float, operands)):
             operands = [v.double() if isinstance(v, torch.Tensor) else v for v in operands]
         elif name in _OF_INTEGERS and not (isinstance(operands[1], int) and operands[1] > 0):
             raise self.needed(name)  # a zero would be an error in Python, a power another type
         found = function(*operands)
-        return NumberRead(found, is_own=True) if kind is NumberRead else kind(found)
+        is_read = isinstance(self, NumberRead) or isinstance(other, NumberRead)
+        return NumberRead(found, is_own=True) if is_read else Number(found)
 
     return method
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.is_floating_point() if isinstance(value, torch.Tensor) else type(value) is float
 
 
 def _comparison(name: str) -> Callable[..., Any]:

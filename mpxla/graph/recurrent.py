@@ -201,14 +201,7 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 _library = torch.library.Library("mpxla_recurrent", "DEF")
 
 
-def _operations(
-    input: Sequence[int],
-    mask: Any,
-    states: Any,
-    weights: Sequence[Sequence[int]],
-    *_: Any,
-    **__: Any,
-) -> int:
+def _operations(input: Any, mask: Any, states: Any, weights: Any, *_: Any, **__: Any) -> int:
     """Of a layer's products, from the shapes of what it is given."""
     return 2 * input[0] * input[1] * sum(math.prod(w) for w in weights if len(w) == 2)
 

@@ -174,10 +174,6 @@ def _refuse(node: fx.Node, source: fx.Node, along: _Along) -> None:
     )
 
 
-def _kept(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
-    return along
-
-
 def _repeated(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
     """With more elements along another dim, or each of them some times."""
     before, after = source.meta["val"].shape, node.meta["val"].shape
@@ -275,7 +271,7 @@ def _item(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
 
 
 _RULES: Mapping[Any, Callable[[fx.Node, fx.Node, _Along], _Along | None]] = {
-    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(_SAME, lambda node, source, along: along),
     **dict.fromkeys((_aten.expand.default, _aten.repeat_interleave.self_int), _repeated),
     **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(_ALONG_DIMS, _along_dims),
