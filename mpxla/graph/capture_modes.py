@@ -26,14 +26,21 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
-from mpxla.graph.answers import Answers
+from mpxla.graph.answers import Answers, modules_left
+from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
-from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
-from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
+from mpxla.graph.capture_functions import (
+    CAPTURED_FUNCTIONS,
+    cumulative_batch_norms,
+    nested_tensors_refused,
+    without_generator,
+)
+from mpxla.graph.capture_hooks import FREEZES, attributes_kept, refuse_gradients
 from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
+from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_writes import HiddenWrites
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged, restored
@@ -43,21 +50,17 @@ from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
 from mpxla.graph.parameter_attributes import Attribute, attributes_of
+from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
-from mpxla.graph.user_code import at_user_line, is_called_by_user
+from mpxla.graph.user_code import at_user_line, is_called_by_user, user_lines_recorded
 
 __all__ = [
     "StepSemantics",
     "assigned_buffers_written",
-    "attributes_named_by_keywords",
-    "fake_state",
     "flexible_attention_by_scores",
-    "numbers_explained",
     "parameter_attributes_written",
-    "quiet_export",
-    "registration_hooks_kept",
     "torchs_recurrences",
-    "unchecked_distributions",
+    "traceable",
 ]
 
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -225,7 +228,32 @@ def _device_of_name(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def numbers_explained() -> Generator[None]:
+def traceable(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
+    """What export needs to trace a step of a model; gives the attributes of parameters."""
+    with (
+        attributes_kept(model),
+        _fake_state(model, fake_mode) as attributes,
+        host_autocast(),
+        _numbers_explained(),
+        torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
+        _quiet_export(),
+        _registration_hooks_kept(),
+        user_lines_recorded(),
+        torchs_recurrences(),
+        flexible_attention_by_scores(),
+        _unchecked_distributions(),
+        cumulative_batch_norms(),
+        nested_tensors_refused(),
+        _attributes_named_by_keywords(),
+        static_shapes(),
+        modules_left(),
+        static_transformers(),
+    ):
+        yield attributes
+
+
+@contextlib.contextmanager
+def _numbers_explained() -> Generator[None]:
     """Numbers read by `.item()` say in the user's texts what they are, in place of `zuf0`.
 
     Torch's own code goes on to see its names of them.
@@ -245,7 +273,7 @@ def numbers_explained() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
+def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
     Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
@@ -355,7 +383,7 @@ def parameter_attributes_written(
 
 
 @contextlib.contextmanager
-def quiet_export() -> Generator[None]:
+def _quiet_export() -> Generator[None]:
     """Keeps torch from logging a page of graph for an error that `explain` puts in one line.
 
     And from warning of what it does itself (torch 2.13), and of recurrent layers, which list their
@@ -377,7 +405,7 @@ def quiet_export() -> Generator[None]:
                 logger.setLevel(level)
 
 
-def registration_hooks_kept() -> AbstractContextManager[None]:
+def _registration_hooks_kept() -> AbstractContextManager[None]:
     """Takes away the hook that export registers for all modules, and leaves when it fails.
 
     It holds the step's function, and so the model and the session.
@@ -385,7 +413,7 @@ def registration_hooks_kept() -> AbstractContextManager[None]:
     return restored(nn_module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
-def unchecked_distributions() -> AbstractContextManager[None]:
+def _unchecked_distributions() -> AbstractContextManager[None]:
     """Keeps `torch.distributions` from looking at the values of its arguments.
 
     It branches on them in Python. (`validate_args=True` given by the user still does.)
@@ -393,7 +421,7 @@ def unchecked_distributions() -> AbstractContextManager[None]:
     return exchanged(torch.distributions.Distribution, _validate_args=False)
 
 
-def attributes_named_by_keywords() -> AbstractContextManager[None]:
+def _attributes_named_by_keywords() -> AbstractContextManager[None]:
     """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
 
     Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.

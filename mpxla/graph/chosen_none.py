@@ -11,7 +11,7 @@ This module must not know how a step is traced.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +35,11 @@ def needs_no_rows(step: StepGraph, line: str, other: StepGraph) -> bool:
     """
     results = {p.result for p in step.prints if p.label == line and p.check is Check.ROWS}
     masks = {input_of(node) for node, role in step.ends if role.is_among(results)}
-    book = _Book()
-    mine, others = _Terms(step, masks, book), _Terms(other, set(), book)
+    terms = _Terms()
+    terms.add(step, masks)
+    terms.add(other, ())
     leaves = step.result_leaves == other.result_leaves and step.result_spec == other.result_spec
-    return leaves and _outputs(step, mine, results) == _outputs(other, others, set())
+    return leaves and _outputs(step, terms, results) == _outputs(other, terms, ())
 
 
 def _outputs(step: StepGraph, terms: "_Terms", left_out: Collection[int]) -> Any:
@@ -83,28 +84,16 @@ class _Number(NamedTuple):
     value: float
 
 
-@dataclass
-class _Book:
-    """Terms by what they are made of, for all steps that are compared, and those of masks that are
-    true nowhere.
-    """
-
-    terms: dict[Any, str] = field(default_factory=dict)
-    empty: set[Any] = field(default_factory=set)
-
-
 class _Terms:
-    """What the nodes of a step compute from its inputs, where some masks are true nowhere.
+    """What the nodes of steps compute from their inputs, where some masks are true nowhere."""
 
-    Args:
-        step: whose nodes.
-        masks: nodes of it that are true nowhere.
-        book: of all steps that are compared.
-    """
-
-    def __init__(self, step: StepGraph, masks: Collection[fx.Node], book: _Book) -> None:
+    def __init__(self) -> None:
         self._terms: dict[fx.Node, Any] = {}
-        self._book = book
+        self._by_parts: dict[Any, str] = {}
+        self._empty: set[Any] = set()
+
+    def add(self, step: StepGraph, masks: Collection[fx.Node]) -> None:
+        """The nodes of a step, of which some are true nowhere."""
         for node, role in step.roles.items():
             constant = step.constants.get(role.name)
             # Constants of a step are named by their number.
@@ -114,8 +103,8 @@ class _Terms:
             if node.op == "call_function":
                 term = self._found(node)
                 if node in masks:
-                    book.empty.add(term)
-                self._terms[node] = _Number(0) if term in book.empty else term
+                    self._empty.add(term)
+                self._terms[node] = _Number(0) if term in self._empty else term
 
     def of(self, node: Any) -> Any:
         """The term of a node, equal for equal computations; all else as it is."""
@@ -130,7 +119,7 @@ class _Terms:
         return found
 
     def _interned(self, *parts: Any) -> str:
-        return self._book.terms.setdefault(parts, f"term {len(self._book.terms)}")
+        return self._by_parts.setdefault(parts, f"term {len(self._by_parts)}")
 
     def kept(self, node: fx.Node, source: Any) -> Any:
         """The term of an operand that a node hands on, if it has its shape."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from mpxla.graph.partition import (
     GraphNode,
-    NodeKind,
     Partition,
     SavedTensor,
     StageLoad,
@@ -109,14 +108,12 @@ def _parameter_ranks(
 
 def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad, ...]:
     num_stages = partition.num_stages
-    num_nodes = [0] * num_stages
     saved: list[set[SavedTensor]] = [set() for _ in range(num_stages)]
     received, sent = [0] * num_stages, [0] * num_stages
     compute_s = [0.0] * num_stages
     parameters: list[dict[str, None]] = [{} for _ in range(num_stages)]
     for index, node in enumerate(nodes):
         for stage in partition.stages_of(index):
-            num_nodes[stage] += node.kind is not NodeKind.INPUT
             compute_s[stage] += node.cost.compute_s
             saved[stage].update(node.saved)
             parameters[stage].update(dict.fromkeys(node.parameters))
@@ -132,7 +129,6 @@ def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad,
         StageLoad(
             stage=stage,
             rank=rank,
-            num_nodes=num_nodes[stage],
             modules=modules[stage],
             parameters=tuple(parameters[stage]),
             parameter_bytes=sum(partition.parameter_bytes[name] for name in parameters[stage]),
