@@ -8,6 +8,7 @@ A hook of a parameter that changes nothing is called with the gradient when a st
 of another tensor or of a module is left out then, since such gradients never leave the programs.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -194,15 +195,12 @@ class _ModuleHooks:
             )
             return [given[i] for i in self._places]
 
-        if not self._places:  # PyTorch lets such a hook change nothing
-            _tell_of_looks(self._name("full backward hook"))
-            return []
-        inputs = [self._args[i] for i in self._places]
-        try:
-            return _hooked(inputs, [results[i] for i in places], change)
-        except _LooksError:
-            _tell_of_looks(self._name("full backward hook"))
-            return []
+        if self._places:  # else PyTorch lets such a hook change nothing
+            inputs = [self._args[i] for i in self._places]
+            with contextlib.suppress(_LooksError):
+                return _hooked(inputs, [results[i] for i in places], change)
+        _tell_of_looks(self._name("full backward hook"))
+        return []
 
     def _hook_results(
         self,

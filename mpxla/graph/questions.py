@@ -19,12 +19,13 @@ from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
 __all__ = ["as_question", "draws_alike", "state_read", "told_by_buffers"]
 
 _aten = torch.ops.aten
-_TRAINING = {
-    _aten._native_batch_norm_legit_functional.default: 5,
-    _aten._native_batch_norm_legit.default: 5,
-    _aten.native_batch_norm.default: 5,
-    _aten.batch_norm.default: 5,
-}
+_NORMS = (
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.default,
+    _aten.native_batch_norm.default,
+    _aten.batch_norm.default,
+)
+_TRAINING = 5
 """Place of the argument with which they read running statistics only to return new ones."""
 _NEW_STATISTICS = 3
 """Place of the first of these among their results."""
@@ -60,8 +61,7 @@ def told_by_buffers(
 
 def _is_read(node: fx.Node) -> bool:
     for user in node.users:
-        place = _TRAINING.get(user.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if place is None or user.args[place] is not True:
+        if user.target not in _NORMS or user.args[_TRAINING] is not True:
             return True
         if any(cast(int, result.args[1]) >= _NEW_STATISTICS for result in user.users):
             return True
