@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.stepgraph import CASTS, VIEWS, Check, OutputKind, StepGraph
+from mpxla.graph.stepgraph import CASTS, VIEWS, Check, OutputKind, StepGraph, with_ends
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["needs_no_rows", "without_checks"]
@@ -59,23 +59,17 @@ def without_checks(step: StepGraph, lines: Collection[str]) -> StepGraph:
     dropped = {p.result for p in step.prints if p.check is Check.ROWS and p.label in lines}
     if not dropped:
         return step
-    kept = [(node, role) for node, role in step.ends if not role.is_among(dropped)]
 
     def moved(index: int) -> int:
         return index - sum(other < index for other in dropped)
 
-    step.graph.output_node().args = (tuple(node for node, _ in kept),)
-    step.graph.eliminate_dead_code()
-    return replace(
-        step,
-        outputs=tuple(
-            replace(role, index=moved(role.index)) if role.kind is OutputKind.RESULT else role
-            for _, role in kept
-        ),
-        prints=tuple(
-            replace(p, result=moved(p.result)) for p in step.prints if p.result not in dropped
-        ),
-    )
+    ends = [
+        (n, replace(role, index=moved(role.index)) if role.kind is OutputKind.RESULT else role)
+        for n, role in step.ends
+        if not role.is_among(dropped)
+    ]
+    left = (print for print in step.prints if print.result not in dropped)
+    return with_ends(step, ends, prints=tuple(replace(p, result=moved(p.result)) for p in left))
 
 
 class _Number(NamedTuple):

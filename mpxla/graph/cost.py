@@ -137,9 +137,10 @@ def build_problem(
         else:
             units[node] = len(members)
             members.append([node])
-    kept = saved or {}
+    seconds = [times.of(group) for group in members]
     nodes = tuple(
-        _unit(group, units, roles, owned, new_buffers, times, kept, stuck) for group in members
+        _unit(group, units, roles, owned, new_buffers, unit_s, saved or {}, stuck)
+        for group, unit_s in zip(members, seconds, strict=True)
     )
     held = {role.name: node for node, role in roles.items() if role.name in owned}
     weight_bytes = {name: _num_bytes(node) for name, node in held.items()}
@@ -153,7 +154,7 @@ def build_problem(
         tuple(tuple(group) for group in members),
         tuple(sum(flops.get(n, 0) for n in group) for group in members),
         tuple(sum(total_flops.get(n, 0) for n in group) for group in members),
-        tuple(times.forward_s(group, roles) for group in members),
+        tuple(forward_s for forward_s, _ in seconds),
         weight_bytes,
     )
 
@@ -164,25 +165,19 @@ def _unit(
     roles: Mapping[fx.Node, InputRole],
     owned: set[str],
     new_buffers: Mapping[fx.Node, str],
-    times: "_Times",
+    unit_s: tuple[float, float],
     saved: Mapping[str, Collection[SavedTensor]],
     stuck: Collection[fx.Node],
 ) -> GraphNode:
-    head = group[0]
-    sources = [s for s in head.all_input_nodes]
+    head, sources = group[0], group[0].all_input_nodes
     held = [roles[s] for s in sources if s not in units]
     mutates = tuple(new_buffers[n] for n in group if n in new_buffers)
     used = [*(role.name for role in held), *mutates]
-    is_input = head in roles
     values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
     output_bytes = sum(_num_bytes(n) for n in values if n not in stuck)
     needs_grad = any(n.meta["val"].requires_grad for n in values)
-    forward_s = times.forward_s(group, roles)
-    backward_s = times.backward_s(group, roles) if needs_grad else 0.0
-    if is_input:
-        kind = NodeKind.INPUT
-    else:
-        kind = NodeKind.RANDOM if is_random(head) else NodeKind.COMPUTE
+    forward_s, backward_s = unit_s
+    kind = NodeKind.RANDOM if is_random(head) else NodeKind.COMPUTE
     return GraphNode(
         name=head.name,
         inputs=tuple(dict.fromkeys(units[s] for s in sources if s in units)),
@@ -190,9 +185,9 @@ def _unit(
         buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in owned)),
         mutates=mutates,
         module_path=module_path(head),
-        kind=kind,
+        kind=NodeKind.INPUT if head in roles else kind,
         cost=NodeCost(
-            compute_s=forward_s + backward_s,
+            compute_s=forward_s + (backward_s if needs_grad else 0.0),
             output_bytes=output_bytes,
             gradient_bytes=output_bytes if needs_grad else 0,
         ),
@@ -208,18 +203,13 @@ class _Times:
     machine: MachineModel
     measured_s: Mapping[str, float]
 
-    def forward_s(self, group: list[fx.Node], roles: Mapping[fx.Node, object]) -> float:
-        """Of the unit's forward; nothing for inputs and views."""
-        if group[0] in roles or _is_free(group[0]):
-            return 0.0
-        return self.machine.task_s + self._work_s(group)
-
-    def backward_s(self, group: list[fx.Node], roles: Mapping[fx.Node, object]) -> float:
-        """Of its derivatives."""
-        if group[0] in roles or _is_free(group[0]):
-            return 0.0
+    def of(self, group: list[fx.Node]) -> tuple[float, float]:
+        """Of a unit's forward, and of its derivatives; nothing for inputs and views."""
+        if group[0].op == "placeholder" or _is_free(group[0]):
+            return 0.0, 0.0
+        work_s = self._work_s(group)
         counted = [_derivatives(n) for n in group if n in self.flops]
-        return max(counted, default=_BACKWARD_FACTOR) * self._work_s(group)
+        return self.machine.task_s + work_s, max(counted, default=_BACKWARD_FACTOR) * work_s
 
     def _work_s(self, group: list[fx.Node]) -> float:
         """The larger of arithmetic and memory traffic, or what was measured."""

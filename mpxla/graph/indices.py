@@ -7,7 +7,6 @@ the programs: two more results, the least and the greatest.
 This module must not know how a step is run.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,16 @@ from torch import fx
 
 from mpxla.graph.collectives import CROSS_ENTROPY, EMBEDDING, is_of_group
 from mpxla.graph.split import ancestors, copy_nodes
-from mpxla.graph.stepgraph import InputKind, OutputKind, OutputRole, StepGraph, is_random
+from mpxla.graph.stepgraph import (
+    InputKind,
+    OutputKind,
+    OutputRole,
+    StepGraph,
+    is_random,
+    with_ends,
+)
 from mpxla.graph.stepgraph import module_path as path_of
-from mpxla.graph.typed import named_arguments, origin_of, outputs_of
+from mpxla.graph.typed import named_arguments, origin_of
 from mpxla.graph.user_code import line_of
 
 __all__ = ["IndexUse", "InputIndices", "find_index_uses", "indices_of_inputs", "with_extremes"]
@@ -277,9 +283,8 @@ def with_extremes(step: StepGraph) -> StepGraph:
     uses = find_index_uses(step)
     first = sum(role.kind is OutputKind.RESULT for role in step.outputs)
     added = [_add_extremes(step.graph, *use) for use in uses]
-    step.graph.output_node().args = ((*outputs_of(step.graph), *added),)
     roles = [OutputRole(OutputKind.RESULT, index=first + place) for place in range(len(added))]
-    return dataclasses.replace(step, outputs=(*step.outputs, *roles))
+    return with_ends(step, [*step.ends, *zip(added, roles, strict=True)])
 
 
 def _add_extremes(graph: fx.Graph, user: fx.Node, indices: fx.Node, use: IndexUse) -> fx.Node:

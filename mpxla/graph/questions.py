@@ -7,14 +7,13 @@ read.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import fx
 
 from mpxla.delayed import is_delayed
-from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random, with_ends
 
 __all__ = ["as_question", "draws_alike", "state_read", "told_by_buffers"]
 
@@ -34,9 +33,7 @@ _NEW_STATISTICS = 3
 def as_question(step: StepGraph) -> StepGraph:
     """A question that writes nothing; the graph changes in place."""
     kept = [(n, role) for n, role in step.ends if role.kind is OutputKind.RESULT and not role.name]
-    step.graph.output_node().args = (tuple(node for node, _ in kept),)
-    step.graph.eliminate_dead_code()
-    return replace(step, outputs=tuple(role for _, role in kept), prints=(), looking=())
+    return with_ends(step, kept, prints=(), looking=())
 
 
 def state_read(question: StepGraph) -> set[str]:

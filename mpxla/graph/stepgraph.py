@@ -5,7 +5,7 @@ knows how it was captured or how it will be cut.
 """
 
 import enum
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "may_draw",
     "module_path",
     "place",
+    "with_ends",
     "without_inputs",
 ]
 
@@ -215,6 +216,15 @@ def without_inputs(step: StepGraph, names: Collection[str]) -> StepGraph:
         else:
             kept.append(role)
     return replace(step, inputs=tuple(kept))
+
+
+def with_ends(
+    step: StepGraph, ends: Sequence[tuple[fx.Node, OutputRole]], **changes: Any
+) -> StepGraph:
+    """A step that returns some nodes, and is another in some fields; its graph changes in place."""
+    step.graph.output_node().args = (tuple(node for node, _ in ends),)
+    step.graph.eliminate_dead_code()
+    return replace(step, outputs=tuple(role for _, role in ends), **changes)
 
 
 def module_path(node: fx.Node) -> str:
