@@ -89,12 +89,10 @@ def _quantile(
         above = ordered.gather(-1, places.ceil().long())
         values = torch.lerp(values, above, share)
     values = values.movedim(-1, 0)  # [levels, ...]
-    if keepdim:
-        values = (
-            values.unflatten(0, (values.shape[0], *(1,) * input.dim()))
-            if dim is None
-            else (values.unsqueeze(-1).movedim(-1, dim % input.dim() + 1))
-        )
+    if keepdim and dim is None:
+        values = values.unflatten(0, (values.shape[0], *(1,) * input.dim()))
+    elif keepdim and dim is not None:
+        values = values.unsqueeze(-1).movedim(-1, dim % input.dim() + 1)
     return values if levels.dim() else values.squeeze(0)
 
 

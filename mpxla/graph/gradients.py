@@ -117,13 +117,8 @@ class Gradients:
                 s if s is None else r.new_empty(s.shape, dtype=s.dtype)
                 for r, s in zip(results, seeds, strict=True)
             ]
-            found: Any = torch.autograd.grad(
-                results,
-                leaves,
-                like,
-                retain_graph=True,
-                allow_unused=unused,
-            )
+            keys = {"retain_graph": True, "allow_unused": unused}
+            found: Any = torch.autograd.grad(results, leaves, like, **keys)
         pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
         given = [torch.ones_like(r) if s is None else s for r, s in pairs]
         used = [leaf for leaf, g in zip(leaves, found, strict=True) if g is not None]

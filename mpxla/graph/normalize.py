@@ -57,17 +57,13 @@ def keep_gradient_barriers(module: fx.GraphModule) -> None:
     its outputs get an explicit `detach`.
     """
     for node in list(module.graph.nodes):
-        if node.op != "call_function":
-            continue
-        name, arguments = str(node.target), cast(Any, node.args)
-        if name == "wrap_with_set_grad_enabled":
-            body = getattr(module, arguments[1].target)
+        name, arguments = str(node.target), arguments_of(node)
+        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            nodes = (a for a in arguments if isinstance(a, fx.Node) and a.op == "get_attr")
+            body = getattr(module, str(next(nodes).target))
             keep_gradient_barriers(body)
-            if arguments[0] is False:
+            if name == "wrap_with_set_grad_enabled" and arguments[0] is False:
                 _detach_outputs(body)
-        elif name == "wrap_with_autocast":
-            body_node = next(a for a in arguments if isinstance(a, fx.Node) and a.op == "get_attr")
-            keep_gradient_barriers(getattr(module, str(body_node.target)))
 
 
 def _detach_outputs(body: fx.GraphModule) -> None:

@@ -138,12 +138,8 @@ def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
 def _outside_inputs(nodes: list[fx.Node]) -> list[fx.Node]:
     """Placeholders and values of other stages that the nodes read, in the graph's order."""
     held = set(nodes)
-    found: dict[fx.Node, None] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            if source not in held:
-                found[source] = None
-    return list(found)
+    read = (source for node in nodes for source in node.all_input_nodes)
+    return list(dict.fromkeys(source for source in read if source not in held))
 
 
 def _stage_outputs(

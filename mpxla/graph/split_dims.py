@@ -17,6 +17,7 @@ Where an operator is not known here, the dim is not followed any more, and nothi
 This module must not know modules or ranks of the job.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -203,10 +204,7 @@ def _viewed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
 
 
 def _size(shape: Sequence[int], dims: Sequence[int]) -> int:
-    size = 1
-    for dim in dims:
-        size *= shape[dim] if dim < len(shape) else 1
-    return size
+    return math.prod(shape[dim] for dim in dims if dim < len(shape))
 
 
 def _transposed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
