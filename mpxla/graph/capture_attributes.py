@@ -152,10 +152,9 @@ class AttributeLog:
             line, last = self.written.get(place, ("", _MISSING))
             if last is _COMPUTED:
                 raise refusal(self._name(place), line)
-            is_known = _is_known(self._name(place), value)
-            if is_known and (
-                last is _MISSING or last is _CONSTANT
-            ):  # a cache, all calls fill alike
+            # A cache is one that all calls fill alike.
+            is_kept = last is _MISSING or last is _CONSTANT
+            if _is_known(self._name(place), value) and is_kept:
                 found.append(without_counted(self._read(place), self.counted))
         changes = self._changes()
         return [read for read in found if read.name not in changes]

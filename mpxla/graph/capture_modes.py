@@ -303,10 +303,11 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
             for name in [n for n, b in m._buffers.items() if is_sparse(b)]:  # pyright: ignore[reportPrivateUsage]
                 vars(m)[name] = m._buffers.pop(name)  # pyright: ignore[reportPrivateUsage]
                 stack.callback(vars(m).pop, name)
+        # Before their owners are others.
+        values = [fake(vars(found.owner)[found.name]) for found in attributes]
         for table in tables:
             table.update({n: fake(tensor) for n, tensor in table.items() if not is_sparse(tensor)})
-        for found in attributes:
-            value = fake(vars(found.owner)[found.name])
+        for found, value in zip(attributes, values, strict=True):
             found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
         yield attributes
 
