@@ -9,13 +9,14 @@ import linecache
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 __all__ = [
     "at_script_line",
     "is_model_code",
     "is_script_code",
+    "line_in",
     "script_line_of",
     "script_place_of",
 ]
@@ -73,27 +74,31 @@ def _is_installed(path: Path) -> bool:
 
 def at_script_line() -> str:
     """`file:line: source` of the script's line that is running."""
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if is_script_code(filename):
-            return _line(filename, frame.f_lineno)
-        frame = frame.f_back
-    return "the script"
+    return line_in(is_script_code) or "the script"
 
 
 def script_line_of(error: BaseException) -> str:
     """`file:line: source` of the script's innermost line that an error came through."""
-    place = script_place_of(error)
-    return _line(*place) if place else "the script"
+    return line_in(is_script_code, error) or "the script"
 
 
 def script_place_of(error: BaseException) -> tuple[str, int] | None:
     """File and line of the script's innermost frame that an error came through."""
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [(f.f_code.co_filename, n) for f, n in frames if is_script_code(f.f_code.co_filename)]
-    return lines[-1] if lines else None
+    return _place_in(is_script_code, error)
 
 
-def _line(filename: str, number: int) -> str:
-    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
+def line_in(is_code: Callable[[str], bool], error: BaseException | None = None) -> str | None:
+    """`file:line: source` of the innermost line in some files that is running, or of an error."""
+    place = _place_in(is_code, error)
+    return place and f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
+
+
+def _place_in(
+    is_code: Callable[[str], bool], error: BaseException | None
+) -> tuple[str, int] | None:
+    if error is None:
+        frames = traceback.walk_stack(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    else:
+        frames = reversed([*traceback.walk_tb(error.__traceback__)])
+    places = ((frame.f_code.co_filename, number) for frame, number in frames)
+    return next((place for place in places if is_code(place[0])), None)

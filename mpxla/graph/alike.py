@@ -42,11 +42,8 @@ def lines_of(step: StepGraph) -> list[str]:
 def _arguments(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
     has_places = node.target in _OF_PLACES or is_of_group(node)
     leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return ", ".join(_text(leaf, numbers) for leaf in leaves if not (has_places and _counts(leaf)))
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    left = (leaf for leaf in leaves if not (has_places and type(leaf) is int))
+    return ", ".join(_text(leaf, numbers) for leaf in left)
 
 
 def _text(value: Any, numbers: dict[fx.Node, int]) -> str:

@@ -13,8 +13,7 @@ again, with one answer more, until it comes to its end.
 This module must not know how a step is captured or run.
 """
 
-import contextlib
-from collections.abc import Generator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,8 +40,7 @@ class Undecided(BaseException):
     """Ends the user's function; no `except Exception` of its own is to catch it."""
 
 
-@contextlib.contextmanager
-def modules_left() -> Generator[None]:
+def modules_left() -> AbstractContextManager[None]:
     """Lets torch's tracer leave the modules whose forwards end so; it forgets to."""
     original: Any = fx.Tracer.call_module
 
@@ -55,8 +53,7 @@ def modules_left() -> Generator[None]:
                 tracer.module_stack.popitem()
             raise
 
-    with exchanged(fx.Tracer, call_module=call_module):
-        yield
+    return exchanged(fx.Tracer, call_module=call_module)
 
 
 class Answers:

@@ -22,33 +22,29 @@ class Policy(Enum):
     BANNED = "an error: the operator overflows in 16 bits"
 
 
-def _operators(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-_PRODUCTS = _operators(
+_PRODUCTS = (
     "addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d "
     "conv_transpose2d.input conv_transpose3d.input linear matmul mm prelu"
 )
-_LOSSES = _operators(
+_LOSSES = (
     "cosine_embedding_loss hinge_embedding_loss kl_div l1_loss margin_ranking_loss mse_loss "
     "multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d smooth_l1_loss soft_margin_loss "
     "triplet_margin_loss binary_cross_entropy_with_logits"
 )
-_REDUCTIONS = _operators(
+_REDUCTIONS = (
     "prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int "
     "log_softmax.Dimname"
 )
 _CUDA = {
-    Policy.NARROW: _PRODUCTS
-    + _operators(
+    Policy.NARROW: (
+        _PRODUCTS,
         "_convolution _convolution.deprecated addmv addr chain_matmul convolution einsum gru_cell "
         "linalg_multi_dot linalg_vecdot lstm_cell mv rnn_relu_cell rnn_tanh_cell "
-        "scaled_dot_product_attention"
+        "scaled_dot_product_attention",
     ),
-    Policy.WIDE: _LOSSES
-    + _REDUCTIONS
-    + _operators(
+    Policy.WIDE: (
+        _LOSSES,
+        _REDUCTIONS,
         "acos asin cdist cosh cosine_similarity cumprod cumprod.dimname cumsum cumsum.dimname dist "
         "erfinv exp expm1 frobenius_norm.dim group_norm huber_loss layer_norm linalg_matrix_norm "
         "linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 logsumexp "
@@ -58,30 +54,33 @@ _CUDA = {
         "upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d "
         "upsample_nearest2d upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa "
         "_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
-        "_upsample_nearest_exact3d"
+        "_upsample_nearest_exact3d",
     ),
-    Policy.WIDEST: _operators(
-        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+    Policy.WIDEST: (
+        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot "
+        "vdot",
     ),
     Policy.BANNED: ("binary_cross_entropy",),
 }
 _XLA = {
-    Policy.NARROW: _PRODUCTS
-    + _operators("conv1d.padding conv2d.padding conv3d.padding einsum max_pool2d relu"),
-    Policy.WIDE: _LOSSES
-    + _REDUCTIONS
-    + _operators(
+    Policy.NARROW: (
+        _PRODUCTS,
+        "conv1d.padding conv2d.padding conv3d.padding einsum max_pool2d relu",
+    ),
+    Policy.WIDE: (
+        _LOSSES,
+        _REDUCTIONS,
         "_softmax batch_norm binary_cross_entropy cdist cholesky cholesky_inverse cholesky_solve "
         "cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor inverse linalg_inv_ex linalg_svd "
         "multilabel_margin_loss_forward pow.Tensor_Scalar qr reflection_pad1d reflection_pad2d "
-        "replication_pad1d replication_pad2d replication_pad3d svd trace triangular_solve"
+        "replication_pad1d replication_pad2d replication_pad3d svd trace triangular_solve",
     ),
-    Policy.WIDEST: _operators("cat index_copy index_copy.dimname stack"),
+    Policy.WIDEST: ("cat index_copy index_copy.dimname stack",),
 }
 
 
 def _flat(lists: dict[Policy, tuple[str, ...]]) -> dict[str, Policy]:
-    return {name: policy for policy, names in lists.items() for name in names}
+    return {name: policy for policy, texts in lists.items() for name in " ".join(texts).split()}
 
 
 LISTS: dict[str, dict[str, Policy]] = {"cuda": _flat(_CUDA), "xla": _flat(_XLA)}

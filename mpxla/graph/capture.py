@@ -19,14 +19,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import CaptureError, MpxlaError
-from mpxla.graph.answers import Answers, Undecided, modules_left
-from mpxla.graph.capture_autocast import host_autocast
+from mpxla.graph.answers import Answers, Undecided
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_counts import Counts
-from mpxla.graph.capture_functions import cumulative_batch_norms, nested_tensors_refused
 from mpxla.graph.capture_hooks import (
-    attributes_kept,
     optimizers_refused,
     own_backwards_captured,
     refuse_gradient_hooks,
@@ -34,18 +31,10 @@ from mpxla.graph.capture_hooks import (
 from mpxla.graph.capture_modes import (
     StepSemantics,
     assigned_buffers_written,
-    attributes_named_by_keywords,
-    fake_state,
-    flexible_attention_by_scores,
-    numbers_explained,
     parameter_attributes_written,
-    quiet_export,
-    registration_hooks_kept,
-    torchs_recurrences,
-    unchecked_distributions,
+    traceable,
 )
 from mpxla.graph.capture_modules import modules_noted
-from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_transforms import transforms_captured
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.chosen_none import needs_no_rows, without_checks
@@ -63,10 +52,9 @@ from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number, numbers_in_math
 from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.questions import as_question
-from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import refuse_sparse
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
-from mpxla.graph.user_code import ValueNeededError, at_user_line, explain, user_lines_recorded
+from mpxla.graph.user_code import ValueNeededError, at_user_line, explain
 from mpxla.kept import Kept
 from mpxla.log import get_logger, warn_once
 
@@ -169,10 +157,6 @@ class BackwardRecorder:
             )
         # A copy, which what is written to the tensor afterwards does not reach.
         self.prints.append((label, tensor.detach().clone(), None))
-
-    def check(self, check: Check, line: str, passed: torch.Tensor) -> None:
-        """Makes the step fail where a value is not true when it has run."""
-        self.prints.append((line, passed, check))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Records the scalars whose gradients add up to what the call asks for.
@@ -319,19 +303,22 @@ class _StepModule(nn.Module):
                 semantics.selected.check()
                 if tape is not None:
                     semantics.constants.leave(self._left(), tape)
-                for line, passed in semantics.constants.finite().items():
-                    recorder.check(Check.FINITE, line, passed)
-                for line, passed in semantics.constants.shapes.counted:
-                    recorder.check(Check.COUNTED, line, passed)
-                for line, passed in self._counts.asked:
-                    recorder.check(Check.ROWS, line, passed)
+                checks = {
+                    Check.FINITE: semantics.constants.finite().items(),
+                    Check.COUNTED: semantics.constants.shapes.counted,
+                    Check.ROWS: self._counts.asked,
+                }
+                for check, found in checks.items():
+                    recorder.prints += [(line, passed, check) for line, passed in found]
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
             self.returned.written = self._names(contents.finish(state.values()))
         finally:
             _recorder = None
         self.returned.asked = tuple(answers.lines)
+        self.returned.decisions = None if tape is None else tape.decisions()
+        self.returned.semantics = semantics
         if answers.is_open:
-            return self._ask(answers, tape, semantics)
+            return self._ask(answers)
         refuse_sparse(returned)
         returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
@@ -357,20 +344,14 @@ class _StepModule(nn.Module):
         )
         results += [value for _, value, _ in recorder.prints]
         self.returned.num_objectives = len(recorder.objectives)
-        self.returned.decisions = None if tape is None else tape.decisions()
-        self.returned.semantics = semantics
         return (*recorder.objectives, *results)
 
-    def _ask(
-        self, answers: Answers, tape: Tape | None, semantics: StepSemantics
-    ) -> tuple[torch.Tensor, ...]:
+    def _ask(self, answers: Answers) -> tuple[torch.Tensor, ...]:
         """The results of a question; nothing is shown, differentiated or returned to the user."""
         returned = self.returned
         returned.leaves = [ResultLeaf(i, is_number=True) for i, _ in enumerate(answers.asked)]
         returned.spec = pytree.tree_structure(answers.asked)
         returned.looking, returned.is_question = [], True
-        returned.decisions = None if tape is None else tape.decisions()
-        returned.semantics = semantics
         return tuple(answers.asked)
 
 
@@ -473,27 +454,7 @@ def _captured(
     returned = wrapper.returned
     trainable = _trainable(model, canonical_names)
     wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
-    with (
-        attributes_kept(model),
-        fake_state(model, fake_mode) as attributes,
-        host_autocast(),
-        numbers_explained(),
-        torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
-        quiet_export(),
-        registration_hooks_kept(),
-        user_lines_recorded(),
-        torchs_recurrences(),
-        flexible_attention_by_scores(),
-        unchecked_distributions(),
-        cumulative_batch_norms(),
-        nested_tensors_refused(),
-        attributes_named_by_keywords(),
-        static_shapes(),
-        modules_left(),
-        counts.supposed(),
-        static_transformers(),
-    ):
-        wrapper.attributes = attributes
+    with traceable(model, fake_mode) as wrapper.attributes, counts.supposed():
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:

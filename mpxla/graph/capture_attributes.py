@@ -13,6 +13,7 @@ import types
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -26,7 +27,7 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, UNKNOWN, Change, change, plain
-from mpxla.graph.reach import outside
+from mpxla.graph.reach import Outside
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.user_lines import is_model_code
@@ -35,7 +36,6 @@ __all__ = [
     "CONTAINERS",
     "PLAIN_CONTAINERS",
     "AttributeLog",
-    "Outer",
     "Read",
     "attributes_noted",
     "is_simple",
@@ -151,16 +151,12 @@ class AttributeLog:
         """What the captured step depends on: what was read, and not changed by the step."""
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
         for place, value in self.first.items():
-            _, owner = self.names[place[0]]
-            name, put = self._name(place), partial(_put, owner, place[1])
             line, last = self.written.get(place, ("", None))
             if last is _COMPUTED:
-                raise refusal(name, line)
+                raise refusal(self._name(place), line)
             is_cache = last is _CONSTANT  # which all calls fill alike
-            if not _is_known(name, value) or (is_cache and value is MISSING):
-                continue
-            read = Read(name, value, partial(owner.get, place[1], MISSING), self.texts, put)
-            found.append(without_counted(read, self.counted))
+            if _is_known(self._name(place), value) and not (is_cache and value is MISSING):
+                found.append(without_counted(self._read(place), self.counted))
         changes = self._changes()
         return [read for read in found if read.name not in changes]
 
@@ -187,13 +183,7 @@ class AttributeLog:
 
     def filled(self) -> list[tuple[Read, Any]]:
         """Containers that were read, with what they are now: the capture gives others back."""
-        found: list[tuple[Read, Any]] = []
-        for place, container in self.containers.items():
-            owner_name, owner = self.names[place[0]]
-            now, put = partial(owner.get, place[1]), partial(owner.__setitem__, place[1])
-            name = f"{owner_name}.{place[1]}"
-            found.append((Read(name, self.first[place], now, self.texts, put), container))
-        return found
+        return [(self._read(place), container) for place, container in self.containers.items()]
 
     def line(self, name: str) -> str:
         """Where something was changed first, if that is known."""
@@ -243,20 +233,25 @@ class AttributeLog:
     def _changes(self) -> dict[str, tuple[Read, str]]:
         found: dict[str, tuple[Read, str]] = {}
         for place, (line, last) in self.written.items():
-            _, owner = self.names[place[0]]
-            name, put = self._name(place), partial(_put, owner, place[1])
-            if place in self.first:
-                now = partial(owner.get, place[1], MISSING)
-                read = Read(name, self.first[place], now, self.texts, put)
-            elif place in self.inherited:
-                read = replace(self.inherited[place], put=put)
-            else:
+            if last is _CONSTANT or last is _COMPUTED:
                 continue
-            if last is _CONSTANT or last is _COMPUTED or not _is_known(name, read.value):
+            if place not in self.first and place not in self.inherited:
+                continue
+            read = self._read(place)
+            if not _is_known(read.name, read.value):
                 continue
             if read.change() or change("", read.value, plain(last, self.texts)):
-                found[name] = read, line
+                found[read.name] = read, line
         return found
+
+    def _read(self, place: tuple[int, str]) -> Read:
+        """Of an attribute that can be put back."""
+        owner, key = self.names[place[0]][1], place[1]
+        put = partial(_put, owner, key)
+        if place not in self.first:
+            return replace(self.inherited[place], put=put)
+        now = partial(owner.get, key, MISSING)
+        return Read(self._name(place), self.first[place], now, self.texts, put)
 
 
 def _put(owner: dict[str, Any], key: str, value: Any) -> None:
@@ -402,28 +397,11 @@ def _has_attributes(value: Any) -> bool:
     return bool(is_open) and not is_other and type(getattr(value, "__dict__", None)) is dict
 
 
-@dataclass(frozen=True)
-class Outer:
-    """What a function names outside of its arguments.
-
-    Attributes:
-        reads: plain globals, closed-over values, and attributes of modules and classes.
-        objects: the others.
-        texts: in its code and that of the user's functions that it calls.
-    """
-
-    reads: list[Read]
-    objects: list[tuple[str, Any]]
-    texts: Set[str]
-
-
-def outside_values(function: Callable[..., Any], model: nn.Module) -> Outer:
-    """What a function that calls a model names of the outside, and what it calls in turn."""
-    found = outside(function, model)
+def outside_values(found: Outside) -> list[Read]:
+    """Plain globals, closed-over values, and attributes of modules and classes that code names."""
     copies = [(p, plain(p.value, found.names)) for p in found.places]
     known = [(p, value) for p, value in copies if _is_known(p.name, value)]
-    reads = [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
-    return Outer(reads, [(p.name, p.value) for p in found.places], found.names)
+    return [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
 
 
 def _is_known(name: str, value: Any) -> bool:
@@ -452,8 +430,7 @@ def kept(reads: Sequence[Read]) -> list[Read]:
     return [read for read, found in zip(reads, changes, strict=True) if found is None]
 
 
-@contextlib.contextmanager
-def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
+def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
     """Notes what is read and written of the objects of a class."""
     get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
 
@@ -486,5 +463,4 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
             log.note_write(object.__getattribute__(self, "__dict__"), name, written)
         set_attribute(self, name, value)
 
-    with exchanged(kind, __getattribute__=get, __setattr__=set_noted):
-        yield
+    return exchanged(kind, __getattribute__=get, __setattr__=set_noted)

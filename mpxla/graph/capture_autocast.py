@@ -105,47 +105,47 @@ def host_autocast() -> Generator[None]:
     make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
     plain_cast = module._cast
     outer: list[tuple[bool, torch.dtype]] = []
-    with contextlib.ExitStack() as stack:
-        kernels = _Kernels()
-        stack.callback(kernels.restore)
+    kernels = _Kernels()
 
-        def make_enabled(
-            self: torch.autocast,
-            device_type: str,
-            dtype: torch.dtype | None = None,
-            enabled: bool = True,
-            cache_enabled: bool | None = None,
-        ) -> None:
-            # PyTorch switches regions for CUDA off where there is none.
-            own = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-            known = "xla" if device_type == "cuda" else device_type
-            make(self, known, own, enabled, cache_enabled)
-            self.device = device_type
+    def make_enabled(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        # PyTorch switches regions for CUDA off where there is none.
+        own = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        known = "xla" if device_type == "cuda" else device_type
+        make(self, known, own, enabled, cache_enabled)
+        self.device = device_type
 
-        def enter_on_host(self: Any) -> Any:
-            outer.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-            kernels.enter(self.device)
-            # Under its own name, by which it is recorded, and which user code asks for.
-            entered = enter(self)
-            if self.device in _DEVICES:
-                _set_host(self._enabled, self.fast_dtype)
-            return entered
+    def enter_on_host(self: Any) -> Any:
+        outer.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        kernels.enter(self.device)
+        # Under its own name, by which it is recorded, and which user code asks for.
+        entered = enter(self)
+        if self.device in _DEVICES:
+            _set_host(self._enabled, self.fast_dtype)
+        return entered
 
-        def leave_on_host(self: torch.autocast, *error: Any) -> Any:
-            try:
-                return leave(self, *error)
-            finally:
-                kernels.leave()
-                _set_host(*outer.pop())
+    def leave_on_host(self: torch.autocast, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            kernels.leave()
+            _set_host(*outer.pop())
 
-        def cast_on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-            return plain_cast(value, "cpu" if device_type in _DEVICES else device_type, dtype)
+    def cast_on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return plain_cast(value, "cpu" if device_type in _DEVICES else device_type, dtype)
 
-        methods = {"__init__": make_enabled, "__enter__": enter_on_host, "__exit__": leave_on_host}
-        stack.enter_context(exchanged(kind, **methods))
-        stack.enter_context(exchanged(module, _cast=cast_on_host))  # of `custom_fwd`
-        with _region_around():
+    methods = {"__init__": make_enabled, "__enter__": enter_on_host, "__exit__": leave_on_host}
+    own_cast = exchanged(module, _cast=cast_on_host)  # of `custom_fwd`
+    try:
+        with exchanged(kind, **methods), own_cast, _region_around():
             yield
+    finally:
+        kernels.restore()
 
 
 def _set_host(is_enabled: bool, dtype: torch.dtype) -> None:

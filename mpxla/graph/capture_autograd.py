@@ -106,8 +106,13 @@ class _Traced:
         writes = [value._version for value in inputs]
         self.results = _run_forward(self._function, context, args)
         if context.dirty_tensors or writes != [value._version for value in inputs]:
-            raise _changed(self._function)
-        results = _tensors(self.results)
+            raise CaptureError(
+                f"The step function applies {self._function.__qualname__}, a "
+                f"torch.autograd.Function whose forward changes an argument in place"
+                f"{at_user_line()}, which an operator of a captured step cannot do. Change and "
+                f"return a copy: x = x.clone()."
+            )
+        results = [r for r in _as_tuple(self.results) if isinstance(r, torch.Tensor)]
         fixed = {id(tensor) for tensor in context.non_differentiable}
         self.has_gradient = [r.is_floating_point() and id(r) not in fixed for r in results]
         tracer = cast(Any, get_proxy_mode()).tracer
@@ -183,10 +188,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _tensors(results: Any) -> list[torch.Tensor]:
-    return [value for value in _as_tuple(results) if isinstance(value, torch.Tensor)]
-
-
 def _run_forward(function: Any, context: _Context, args: tuple[Any, ...]) -> Any:
     if not _has_own_setup(function):
         return function.forward(context, *args)
@@ -197,14 +198,6 @@ def _run_forward(function: Any, context: _Context, args: tuple[Any, ...]) -> Any
 
 def _has_own_setup(function: Any) -> bool:
     return function.setup_context is not torch.autograd.Function.setup_context
-
-
-def _changed(function: Any) -> CaptureError:
-    return CaptureError(
-        f"The step function applies {function.__qualname__}, a torch.autograd.Function whose "
-        f"forward changes an argument in place{at_user_line()}, which an operator of a captured "
-        f"step cannot do. Change and return a copy: x = x.clone()."
-    )
 
 
 def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

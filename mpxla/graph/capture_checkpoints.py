@@ -8,6 +8,7 @@ what is done about it is decided when a stage is lowered (`stage/recompute.py`).
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch.utils.checkpoint as torch_checkpoint
@@ -52,8 +53,7 @@ def checkpoints_noted() -> Generator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _torchs_noted() -> Generator[None]:
+def _torchs_noted() -> AbstractContextManager[None]:
     """`checkpoint(use_reentrant=False)` without the hooks by which it computes again.
 
     Its generator runs up to `yield` before the body and goes on after it. `checkpoint` itself
@@ -75,12 +75,10 @@ def _torchs_noted() -> Generator[None]:
         with context, inside(Region(_name(function), policy=policy)):
             yield
 
-    with exchanged(torch_checkpoint, _checkpoint_without_reentrant_generator=generator):
-        yield
+    return exchanged(torch_checkpoint, _checkpoint_without_reentrant_generator=generator)
 
 
-@contextlib.contextmanager
-def _modules_noted() -> Generator[None]:
+def _modules_noted() -> AbstractContextManager[None]:
     """Calls of marked modules, and of the layers of marked sequences.
 
     Torch's tracer calls modules through proxies that share their `__dict__`.
@@ -107,8 +105,7 @@ def _modules_noted() -> Generator[None]:
         with inside(region):
             return original(self, *args, **kwargs)
 
-    with exchanged(nn.Module, __call__=call):
-        yield
+    return exchanged(nn.Module, __call__=call)
 
 
 def _layers(sequence: nn.Module, group_size: int | None) -> dict[int, tuple[Region, ...]]:

@@ -87,9 +87,8 @@ class Contents:
 
     def read(self, arguments: Any, func: Any = None) -> Any:
         """Arguments of a function of torch, with the values that they have now."""
-        is_looked_at = getattr(func, "__name__", "") == "__get__" and func not in _GIVE_VIEWS
-        if is_looked_at:
-            return arguments
+        if getattr(func, "__name__", "") == "__get__" and func not in _GIVE_VIEWS:
+            return arguments  # it is looked at
         return pytree.tree_map_only(torch.Tensor, self._value, arguments)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:

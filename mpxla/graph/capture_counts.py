@@ -20,7 +20,7 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpxla.graph.exchanged import exchanged
+from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.number import NeedsValueError
 from mpxla.graph.typed import symbolic_numbers
 from mpxla.graph.user_code import at_user_line, is_called_by_user
@@ -91,11 +91,9 @@ class Counts:
                     self._masks.setdefault(symbol, mask)
             return places
 
-        rules[_nonzero] = supposing
-        try:
+        with restored(rules):
+            rules[_nonzero] = supposing
             yield
-        finally:
-            rules[_nonzero] = original
 
     @contextlib.contextmanager
     def answering(self, truth_of: Callable[[torch.Tensor], bool | None]) -> Generator[None]:

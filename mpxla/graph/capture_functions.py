@@ -4,9 +4,9 @@ While a step is captured, each stands for the function of torch that it is named
 of values that torch makes on the way are left out: there are no values yet.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,6 @@ def _gaussian_nll_loss(
     losses = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         losses = losses + 0.5 * torch.log(torch.tensor(2 * torch.pi)).item()
-    return _reduced(losses, reduction)
-
-
-def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
     return {"none": losses.clone, "mean": losses.mean, "sum": losses.sum}[reduction]()
 
 
@@ -93,12 +89,10 @@ def _quantile(
         above = ordered.gather(-1, places.ceil().long())
         values = torch.lerp(values, above, share)
     values = values.movedim(-1, 0)  # [levels, ...]
-    if keepdim:
-        values = (
-            values.unflatten(0, (values.shape[0], *(1,) * input.dim()))
-            if dim is None
-            else (values.unsqueeze(-1).movedim(-1, dim % input.dim() + 1))
-        )
+    if keepdim and dim is None:
+        values = values.unflatten(0, (values.shape[0], *(1,) * input.dim()))
+    elif keepdim and dim is not None:
+        values = values.unsqueeze(-1).movedim(-1, dim % input.dim() + 1)
     return values if levels.dim() else values.squeeze(0)
 
 
@@ -307,8 +301,7 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 """What is called in the place of a function while a step is captured."""
 
 
-@contextlib.contextmanager
-def cumulative_batch_norms() -> Generator[None]:
+def cumulative_batch_norms() -> AbstractContextManager[None]:
     """`BatchNorm(momentum=None)`: torch reads the number of batches so far as a Python number."""
     kind: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
     original = kind.forward
@@ -326,12 +319,10 @@ def cumulative_batch_norms() -> Generator[None]:
             running.copy_(running + (new - running) / self.num_batches_tracked)
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    with exchanged(kind, forward=forward):
-        yield
+    return exchanged(kind, forward=forward)
 
 
-@contextlib.contextmanager
-def nested_tensors_refused() -> Generator[None]:
+def nested_tensors_refused() -> AbstractContextManager[None]:
     """Makes nested tensors an error.
 
     Raises:
@@ -350,8 +341,7 @@ def nested_tensors_refused() -> Generator[None]:
         return refuse
 
     # Functions of their own: torch has rules by function, of which each has one name.
-    with exchanged(torch.nested, **{name: refusing() for name in _MAKE_NESTED}):
-        yield
+    return exchanged(torch.nested, **{name: refusing() for name in _MAKE_NESTED})
 
 
 _MAKE_NESTED = ("as_nested_tensor", "narrow", "nested_tensor", "nested_tensor_from_jagged")

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -92,8 +93,7 @@ def optimizers_refused() -> Generator[None]:
         handle.remove()
 
 
-@contextlib.contextmanager
-def own_backwards_captured(read: Callable[[Any], Any]) -> Generator[None]:
+def own_backwards_captured(read: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Captures every `torch.autograd.Function` whose backward would count.
 
     A reentrant checkpoint is such a function as well: its body is a checkpointed region. Others of
@@ -116,8 +116,7 @@ def own_backwards_captured(read: Callable[[Any], Any]) -> Generator[None]:
             return apply_captured(cls, args, kwargs)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    with exchanged(function, apply=classmethod(apply)):
-        yield
+    return exchanged(function, apply=classmethod(apply))
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:

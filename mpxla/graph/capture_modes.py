@@ -9,6 +9,7 @@ import keyword
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,38 +26,41 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
-from mpxla.graph.answers import Answers
+from mpxla.graph.answers import Answers, modules_left
+from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
-from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
-from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
+from mpxla.graph.capture_functions import (
+    CAPTURED_FUNCTIONS,
+    cumulative_batch_norms,
+    nested_tensors_refused,
+    without_generator,
+)
+from mpxla.graph.capture_hooks import FREEZES, attributes_kept, refuse_gradients
 from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
+from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_writes import HiddenWrites
 from mpxla.graph.decisions import Tape
-from mpxla.graph.exchanged import exchanged
+from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
 from mpxla.graph.parameter_attributes import Attribute, attributes_of
+from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
-from mpxla.graph.user_code import at_user_line, is_called_by_user
+from mpxla.graph.user_code import at_user_line, is_called_by_user, user_lines_recorded
 
 __all__ = [
     "StepSemantics",
     "assigned_buffers_written",
-    "attributes_named_by_keywords",
-    "fake_state",
     "flexible_attention_by_scores",
-    "numbers_explained",
     "parameter_attributes_written",
-    "quiet_export",
-    "registration_hooks_kept",
     "torchs_recurrences",
-    "unchecked_distributions",
+    "traceable",
 ]
 
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -87,13 +91,14 @@ class StepSemantics(TorchFunctionMode):
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tuple(args), kwargs or {}
         if func in _AUTOGRAD and self.of_function == (True, False):
             raise DifferentiatesInsideError
         if func is torch.autograd.grad and (
             not self.of_function[0]
             or self._gradients.is_outside(args[0] if args else kwargs["outputs"])
         ):
-            return self._gradients.grad(*args, **(kwargs or {}))
+            return self._gradients.grad(*args, **kwargs)
         if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
@@ -115,23 +120,23 @@ class StepSemantics(TorchFunctionMode):
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
             with self:
-                return hook_tensor(*args, **(kwargs or {}), is_late=lambda: contents.has_backward)
+                return hook_tensor(*args, **kwargs, is_late=lambda: contents.has_backward)
         if func is torch.Tensor.__deepcopy__:
             with self:
                 return _deep_copy(*args)
         if has_sparse(func, args, kwargs):
             with self:
-                return run_sparse(func, args, kwargs or {})
-        if func in FREEZES and all([*args[1:], *(kwargs or {}).values()]):
+                return run_sparse(func, args, kwargs)
+        if func in FREEZES and all([*args[1:], *kwargs.values()]):
             self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
-            pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
-        args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
-        if func in _DEVICE_BY_NAME:
+            pytree.tree_map(_refuse_foreign_parameter, (args, kwargs))
+        args, kwargs = pytree.tree_map(self._to_host, (args, kwargs))
+        if func is torch.Tensor.to:
             args = (args[0], *(_device_of_name(a) for a in args[1:]))
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return args[0]
-        if "device" in kwargs and kwargs["device"] is not None:
+        if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs = without_generator(func, kwargs)
         recurrence = self._recurrences.function(func, args)
@@ -214,7 +219,6 @@ _VERDICTS: dict[Any, Any] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), torch.isclose),
 }
-_DEVICE_BY_NAME = (torch.Tensor.to,)
 
 
 def _device_of_name(value: Any) -> Any:
@@ -224,7 +228,32 @@ def _device_of_name(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def numbers_explained() -> Generator[None]:
+def traceable(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
+    """What export needs to trace a step of a model; gives the attributes of parameters."""
+    with (
+        attributes_kept(model),
+        _fake_state(model, fake_mode) as attributes,
+        host_autocast(),
+        _numbers_explained(),
+        torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
+        _quiet_export(),
+        _registration_hooks_kept(),
+        user_lines_recorded(),
+        torchs_recurrences(),
+        flexible_attention_by_scores(),
+        _unchecked_distributions(),
+        cumulative_batch_norms(),
+        nested_tensors_refused(),
+        _attributes_named_by_keywords(),
+        static_shapes(),
+        modules_left(),
+        static_transformers(),
+    ):
+        yield attributes
+
+
+@contextlib.contextmanager
+def _numbers_explained() -> Generator[None]:
     """Numbers read by `.item()` say in the user's texts what they are, in place of `zuf0`.
 
     Torch's own code goes on to see its names of them.
@@ -244,18 +273,17 @@ def numbers_explained() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
+def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
     Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
     parameters, which are buffers meanwhile.
     """
-    tables = [
+    tables: list[dict[str, Any]] = [
         table
         for m in model.modules()
         for table in (m._parameters, m._buffers)  # pyright: ignore[reportPrivateUsage]
     ]
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -269,26 +297,19 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[At
         return fakes[id(tensor)]
 
     attributes = [found for m in model.modules() for found in attributes_of(m)]
-    sparse: list[tuple[dict[str, Any], str]] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(restored(*tables))
         for m in model.modules():
             for name in [n for n, b in m._buffers.items() if is_sparse(b)]:  # pyright: ignore[reportPrivateUsage]
-                sparse.append((vars(m), name))
                 vars(m)[name] = m._buffers.pop(name)  # pyright: ignore[reportPrivateUsage]
-        for found in attributes:
-            value = fake(vars(found.owner)[found.name])
+                stack.callback(vars(m).pop, name)
+        # Before their owners are others.
+        values = [fake(vars(found.owner)[found.name]) for found in attributes]
+        for table in tables:
+            table.update({n: fake(tensor) for n, tensor in table.items() if not is_sparse(tensor)})
+        for found, value in zip(attributes, values, strict=True):
             found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
-        for table, tensors in saved:
-            for name, tensor in tensors.items():
-                if not is_sparse(tensor):
-                    table[name] = fake(tensor)
         yield attributes
-    finally:
-        for own, name in sparse:
-            own.pop(name)
-        for table, tensors in saved:
-            table.clear()
-            table.update(tensors)
 
 
 @contextlib.contextmanager
@@ -363,7 +384,7 @@ def parameter_attributes_written(
 
 
 @contextlib.contextmanager
-def quiet_export() -> Generator[None]:
+def _quiet_export() -> Generator[None]:
     """Keeps torch from logging a page of graph for an error that `explain` puts in one line.
 
     And from warning of what it does itself (torch 2.13), and of recurrent layers, which list their
@@ -385,38 +406,23 @@ def quiet_export() -> Generator[None]:
                 logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def registration_hooks_kept() -> Generator[None]:
+def _registration_hooks_kept() -> AbstractContextManager[None]:
     """Takes away the hook that export registers for all modules, and leaves when it fails.
 
     It holds the step's function, and so the model and the session.
     """
-    hooks: Any = nn_module._global_buffer_registration_hooks  # pyright: ignore[reportPrivateUsage]
-    before = dict(hooks)
-    try:
-        yield
-    finally:
-        hooks.clear()
-        hooks.update(before)
+    return restored(nn_module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
-@contextlib.contextmanager
-def unchecked_distributions() -> Generator[None]:
+def _unchecked_distributions() -> AbstractContextManager[None]:
     """Keeps `torch.distributions` from looking at the values of its arguments.
 
     It branches on them in Python. (`validate_args=True` given by the user still does.)
     """
-    kind: Any = torch.distributions.Distribution
-    is_checked = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(is_checked)
+    return exchanged(torch.distributions.Distribution, _validate_args=False)
 
 
-@contextlib.contextmanager
-def attributes_named_by_keywords() -> Generator[None]:
+def _attributes_named_by_keywords() -> AbstractContextManager[None]:
     """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
 
     Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
@@ -428,8 +434,7 @@ def attributes_named_by_keywords() -> Generator[None]:
             base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
         return base
 
-    with exchanged(graph, _format_target=format_target):
-        yield
+    return exchanged(graph, _format_target=format_target)
 
 
 _COMPILING = (
@@ -440,31 +445,27 @@ _COMPILING = (
 """What `flex_attention` compiles in, in torch 2.9 and in 2.13."""
 
 
-@contextlib.contextmanager
-def flexible_attention_by_scores() -> Generator[None]:
+def flexible_attention_by_scores() -> AbstractContextManager[None]:
     """`flex_attention` computes all scores by plain operators, as it does when it is not compiled.
 
     Else it compiles its own operator, whose functions cannot be captured, and takes export's modes
     away for that; `torch.vmap` would leave its values in the graph.
     """
     kept = {name: contextlib.nullcontext for name in _COMPILING if hasattr(flex_attention, name)}
-    with exchanged(
+    return exchanged(
         flex_attention,
         _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
         flex_attention_hop=math_attention,
         _validate_device=lambda *_: None,  # torch 2.13 has no derivative on the host
         **kept,
-    ):
-        yield
+    )
 
 
-@contextlib.contextmanager
-def torchs_recurrences() -> Generator[None]:
+def torchs_recurrences() -> AbstractContextManager[None]:
     """`nn.GRU` runs torch's own code.
 
     torch_xla exchanges that class when it is imported (2.9) for one whose loop is its own operator,
     which cannot be captured.
     """
     original = getattr(nn.GRU, "_orig", nn.GRU)
-    with exchanged(nn.GRU, forward=original.forward):
-        yield
+    return exchanged(nn.GRU, forward=original.forward)

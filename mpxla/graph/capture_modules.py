@@ -1,7 +1,6 @@
 """Which modules a captured step uses that belong to no distributed model: a teacher's, say."""
 
-import contextlib
-from collections.abc import Generator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -11,8 +10,7 @@ from mpxla.graph.exchanged import exchanged
 __all__ = ["modules_noted"]
 
 
-@contextlib.contextmanager
-def modules_noted(model: nn.Module, found: list[nn.Module]) -> Generator[None]:
+def modules_noted(model: nn.Module, found: list[nn.Module]) -> AbstractContextManager[None]:
     """Collects modules that run, or whose tensors and parts are read.
 
     Export exchanges the same methods when it begins, so it has to have begun.
@@ -38,5 +36,4 @@ def modules_noted(model: nn.Module, found: list[nn.Module]) -> Generator[None]:
         note(self)
         return get(self, name)
 
-    with exchanged(nn.Module, __call__=noted_call, __getattr__=noted_get):
-        yield
+    return exchanged(nn.Module, __call__=noted_call, __getattr__=noted_get)

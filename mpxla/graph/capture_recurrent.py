@@ -97,12 +97,13 @@ class Recurrences:
                 return lambda *_: _Longest()
         if func is torch.sort and _is_called_by_torch():
             return self._sort
-        if self._sizes_of(value) is not None:
+        sizes = self._sizes_of(value)
+        if sizes is not None:
             if func in _LARGEST and len(args) == 1:
                 # A copy is not known to hold lengths.
-                return lambda *_: self._find_longest(value, func(value.clone()))
+                return lambda *_: self._is_of_longest(func(value.clone()), sizes)
             if func is torch.Tensor.__getitem__ and _is_called_by_torch():
-                return lambda _, order: self._reorder(value, value[order])
+                return lambda _, order: self._are_lengths(value[order], sizes)
         if func is torch.Tensor.item and self._is_longest(value):
             return self._as_number
         return None
@@ -116,12 +117,9 @@ class Recurrences:
         self._lengths[lengths] = sizes, _num_writes(lengths)
         return lengths
 
-    def _reorder(self, lengths: torch.Tensor, ordered: torch.Tensor) -> torch.Tensor:
-        return self._are_lengths(ordered, self._sizes_of(lengths))
-
-    def _find_longest(self, lengths: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        self._longest[found] = self._sizes_of(lengths)
-        return found
+    def _is_of_longest(self, length: torch.Tensor, sizes: Any) -> torch.Tensor:
+        self._longest[length] = sizes
+        return length
 
     def _is_longest(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value in self._longest

@@ -66,16 +66,20 @@ class Selected:
         chosen = self._with_places(tensor, index)
         if chosen is not index:
             found = self._call(torch.Tensor.__getitem__, (tensor, chosen), {})
-            num_writes = found._version, tensor._version
-            self._copies.append(_Copy(found, tensor, num_writes, (), at_user_line(), True))
-            return found
+            return self._noted(found, tensor, (), is_slice=True)
         parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
         found = self._call(_aten.index.Tensor, (tensor, _indices(places)), {})
-        num_writes = found._version, tensor._version
-        self._copies.append(_Copy(found, tensor, num_writes, parts, at_user_line()))
+        found = self._noted(found, tensor, parts)
         return self._call(torch.Tensor.__getitem__, (found, rest), {}) if rest else found
+
+    def _noted(
+        self, found: torch.Tensor, tensor: torch.Tensor, parts: Any, is_slice: bool = False
+    ) -> torch.Tensor:
+        num_writes = found._version, tensor._version
+        self._copies.append(_Copy(found, tensor, num_writes, parts, at_user_line(), is_slice))
+        return found
 
     def _with_places(self, tensor: torch.Tensor, index: Any) -> Any:
         """An index with places, or a mask, in the place of one slice between unknown numbers."""

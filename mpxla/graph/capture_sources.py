@@ -10,7 +10,7 @@ import contextlib
 import io
 import random
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.draws import Draws
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.reach import places
+from mpxla.graph.reach import Place
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -37,15 +37,13 @@ _LOADERS = "torch_xla.distributed.parallel_loader"
 
 
 @contextlib.contextmanager
-def random_numbers_noted(
-    function: Callable[..., Any], model: nn.Module, draws: Draws | None
-) -> Generator[None]:
+def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Generator[None]:
     """Makes random numbers of Python and NumPy inputs of a step, or warns of them, with the line.
 
     Generators that the step function reaches are looked at.
     """
-    reached = [(place.name, place.value) for place in places(function, model)]
-    own = [(n, v) for n, v in reached if isinstance(v, (random.Random, np.random.Generator))]
+    kinds = (random.Random, np.random.Generator)
+    own = [(place.name, place.value) for place in reached if isinstance(place.value, kinds)]
     before, around = [_state(generator) for _, generator in own], _global_state()
     with _functions_replaced(draws) as (found, elsewhere):
         yield
@@ -147,7 +145,7 @@ def _refusal(name: str) -> CaptureError:
 
 
 @contextlib.contextmanager
-def iterators_refused(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
+def iterators_refused(reached: Sequence[Place]) -> Generator[None]:
     """Makes reading from iterators and DataLoaders an error in a step function.
 
     Those that it reaches have stand-ins meanwhile.
@@ -158,7 +156,7 @@ def iterators_refused(function: Callable[..., Any], model: nn.Module) -> Generat
     loader: Any = DataLoader
     original = loader.__iter__
     own = threading.get_ident()
-    iterators = [place for place in places(function, model) if _is_iterator(place.value)]
+    iterators = [place for place in reached if _is_iterator(place.value)]
 
     def refuse(self: Any) -> Any:
         if threading.get_ident() != own or current_recorder() is None:

@@ -24,11 +24,6 @@ __all__ = ["transforms_captured"]
 _torchs: Any = eager_transforms
 
 
-def _fresh(tree: Any, level: int) -> Any:
-    """Other tensors of the same values, by which something can be differentiated."""
-    return pytree.tree_map_only(torch.Tensor, torch.clone, tree)
-
-
 def _leaf(tensor: Any) -> Any:
     if is_functorch_wrapped_tensor(tensor):
         raise CaptureError(
@@ -37,14 +32,6 @@ def _leaf(tensor: Any) -> Any:
             f"torch.stack([grad(f)(row) for row in x])."
         )
     return tensor.requires_grad_()
-
-
-def _differentiable(tree: Any, level: int | None = None) -> Any:
-    return pytree.tree_map_only(torch.Tensor, _leaf, tree)
-
-
-def _unchanged(tree: Any, level: int | None = None) -> Any:
-    return tree
 
 
 def _pushed(
@@ -91,9 +78,8 @@ def transforms_captured() -> Generator[None]:
         CaptureError: one is taken in another way.
     """
 
-    @contextlib.contextmanager
-    def not_nested() -> Generator[int]:
-        yield 0
+    def mapped(function: Any) -> Any:
+        return lambda tree, level=None: pytree.tree_map_only(torch.Tensor, function, tree)
 
     def refuse() -> None:
         raise CaptureError(
@@ -104,10 +90,10 @@ def transforms_captured() -> Generator[None]:
     with (
         exchanged(
             eager_transforms,
-            grad_increment_nesting=not_nested,
-            _wrap_all_tensors=_fresh,
-            _create_differentiable=_differentiable,
-            _undo_create_differentiable=_unchanged,
+            grad_increment_nesting=lambda: contextlib.nullcontext(0),
+            _wrap_all_tensors=mapped(torch.clone),  # by which something can be differentiated
+            _create_differentiable=mapped(_leaf),
+            _undo_create_differentiable=lambda tree, level=None: tree,
             _jvp_with_argnums=_pushed,
             vmap=_in_turn,
         ),

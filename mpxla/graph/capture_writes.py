@@ -85,7 +85,9 @@ class HiddenWrites:
 
     def _note_outside(self, written: Any) -> None:
         """Notes the line that writes to a tensor which is there besides the step."""
-        if isinstance(written, torch.Tensor) and _is_outside(self._owner(written)):
+        # Tensors of the step and of its models have no values, but for those made of numbers.
+        kinds = torch.Tensor, torch.nn.Parameter
+        if isinstance(written, torch.Tensor) and type(self._owner(written)) in kinds:
             self.outside.append(at_user_line())
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,11 +142,6 @@ class HiddenWrites:
                 f"(weight = f(self.weight), and a functional call)."
             )
         self.contents.give(tensor, value)
-
-
-def _is_outside(tensor: torch.Tensor) -> bool:
-    """Tensors of the step and of its models have no values, but for those made of numbers."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _described(tensor: torch.Tensor) -> str:

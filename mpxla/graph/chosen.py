@@ -21,16 +21,27 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpxla.graph.split import ancestors
 from mpxla.graph.stepgraph import VIEWS, describe, is_random
-from mpxla.graph.typed import SYMBOLIC, outputs_of, symbolic_numbers
+from mpxla.graph.typed import SYMBOLIC, origin_of, outputs_of, symbolic_numbers
 from mpxla.graph.user_code import ValueNeededError, line_of
 from mpxla.log import warn_once
 
-__all__ = ["Dims", "Rows", "Rule", "Walk", "aligned", "fix_sizes", "met", "refused"]
+__all__ = [
+    "Dims",
+    "Rows",
+    "Rule",
+    "Walk",
+    "aligned",
+    "fix_sizes",
+    "fixed_sizes",
+    "met",
+    "of_each",
+    "refused",
+]
 
 _aten = torch.ops.aten
 _HERE: Mapping[str, Any] = {"device": torch.device("cpu")}
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 @dataclass(eq=False)
@@ -117,6 +128,18 @@ def met(node: fx.Node, several: Iterable[Dims], num_dims: int) -> Dims:
     return tuple(found)
 
 
+def fixed_sizes(shape: Sequence[Any], dims: Sequence[Rows | None]) -> list[Any]:
+    """A shape with the fixed sizes of dims whose rows are known."""
+    pairs = zip(shape, dims, strict=True)
+    return [size if rows is None else rows.size for size, rows in pairs]
+
+
+def of_each(node: fx.Node, dims: Dims) -> tuple[fx.Node, Any]:
+    """A node as it is, with the same dims for each of its values if it gives several."""
+    value = node.meta["val"]
+    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+
+
 def refused(node: fx.Node, what: str = "") -> ValueNeededError:
     """The error for a node, and what becomes there of rows that a mask has chosen."""
     rows = f" What has as many rows as a mask is true {what}." if what else ""
@@ -197,8 +220,7 @@ class Walk:
         """A new node before the one that is visited, from the same line."""
         node = self._graph.call_function(target, args, kwargs)
         assert self._now is not None, "nodes are visited"
-        meta = self._now.meta
-        node.meta = {key: meta[key] for key in _KEPT_META if key in meta}
+        node.meta = origin_of(self._now, "custom")
         return node
 
     def copied(self, node: fx.Node, value: torch.Tensor | None = None) -> fx.Node:
@@ -356,11 +378,7 @@ class Walk:
 
     def sizes(self, node: fx.Node) -> list[int]:
         """The fixed shape of a value."""
-        shape = node.meta["val"].shape
-        return [
-            size if rows is None else rows.size
-            for size, rows in zip(shape, self.dims_of(node), strict=True)
-        ]
+        return fixed_sizes(node.meta["val"].shape, self.dims_of(node))
 
     def along(self, mask: fx.Node, dim: int, num_dims: int) -> fx.Node:
         """A mask of rows, so that it meets the rows of a value along a dim of it."""
@@ -429,7 +447,8 @@ class Walk:
             made = self._computed(value.meta["val"].node.expr, value)
         if not isinstance(made, fx.Node):
             made = self.call(_aten.scalar_tensor.default, made, **_HERE)
-        made.meta.setdefault("val", self._scalar(_dtype_of(value.meta["val"])))
+        is_integer = isinstance(value.meta["val"], torch.SymInt)
+        made.meta.setdefault("val", self._scalar(torch.int64 if is_integer else torch.float64))
         return made
 
     def _computed(self, expr: Any, value: fx.Node) -> Any:
@@ -461,23 +480,12 @@ class Walk:
 
     def _key_of(self, node: fx.Node) -> Any:
         """Equal for nodes that compute the same from the same."""
-        order: list[fx.Node] = [node]
-        while order:
-            last = order[-1]
-            if last in self._key:
-                order.pop()
-                continue
-            missing = [n for n in last.all_input_nodes if n not in self._key]
-            if missing:
-                order += missing
-                continue
-            order.pop()
-            if last.op != "call_function" or is_random(last):
-                self._key[last] = last
-                continue
-            arguments = fx.map_arg((last.args, last.kwargs), lambda n: self._key[n])
-            text = (last.target, repr(arguments))
-            self._key[last] = self._same.setdefault(text, last)
+        for source in sorted(ancestors([node], self._key.__contains__) - self._key.keys()):
+            self._key[source] = source
+            if source.op == "call_function" and not is_random(source):
+                arguments = fx.map_arg((source.args, source.kwargs), lambda n: self._key[n])
+                text = (source.target, repr(arguments))
+                self._key[source] = self._same.setdefault(text, source)
         return self._key[node]
 
 
@@ -491,18 +499,6 @@ def _source(mask: fx.Node) -> fx.Node:
 def _is_number(value: Any) -> bool:
     known = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(known, (torch.SymInt, torch.SymFloat))
-
-
-def _dtype_of(number: Any) -> torch.dtype:
-    return torch.int64 if isinstance(number, torch.SymInt) else torch.float64
-
-
-def _tensors_first(operator: Any) -> Callable[[Walk, Any, Any], Any]:
-    def compute(walk: Walk, one: Any, other: Any) -> Any:
-        one, other = (one, other) if isinstance(one, fx.Node) else (other, one)
-        return walk.call(operator, one, other)
-
-    return compute
 
 
 def _divided(walk: Walk, one: Any, other: Any) -> Any:
@@ -521,10 +517,13 @@ def _powered(walk: Walk, one: Any, other: Any) -> Any:
     return walk.call(_aten.pow.Tensor_Scalar, walk.call(_aten.to.dtype, one, torch.float64), other)
 
 
-def _limited(with_number: Any, with_tensor: Any) -> Callable[[Walk, Any, Any], Any]:
+def _tensors_first(operator: Any, with_tensors: Any = None) -> Callable[[Walk, Any, Any], Any]:
+    """For two tensors there may be another operator."""
+
     def compute(walk: Walk, one: Any, other: Any) -> Any:
         one, other = (one, other) if isinstance(one, fx.Node) else (other, one)
-        return walk.call(with_tensor if isinstance(other, fx.Node) else with_number, one, other)
+        both = with_tensors if isinstance(other, fx.Node) else None
+        return walk.call(both or operator, one, other)
 
     return compute
 
@@ -538,7 +537,7 @@ _ARITHMETIC: Mapping[str, Callable[[Walk, Any, Any], Any]] = {
     "FloorDiv": _floored,
     "CleanDiv": _floored,
     **dict.fromkeys(_POWERS, _powered),
-    "Max": _limited(_aten.clamp_min.default, _aten.maximum.default),
-    "Min": _limited(_aten.clamp_max.default, _aten.minimum.default),
+    "Max": _tensors_first(_aten.clamp_min.default, _aten.maximum.default),
+    "Min": _tensors_first(_aten.clamp_max.default, _aten.minimum.default),
 }
 """Numbers by the names of their expressions; one operand is a tensor."""

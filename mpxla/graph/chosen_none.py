@@ -11,13 +11,13 @@ This module must not know how a step is traced.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from mpxla.graph.stepgraph import CASTS, VIEWS, Check, OutputKind, StepGraph
+from mpxla.graph.stepgraph import CASTS, VIEWS, Check, OutputKind, StepGraph, with_ends
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["needs_no_rows", "without_checks"]
@@ -34,15 +34,12 @@ def needs_no_rows(step: StepGraph, line: str, other: StepGraph) -> bool:
         other: the same, captured with the other answer at this line.
     """
     results = {p.result for p in step.prints if p.label == line and p.check is Check.ROWS}
-    masks = [
-        input_of(node)
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if role.kind is OutputKind.RESULT and not role.name and role.index in results
-    ]
-    book = _Book()
-    mine, others = _Terms(step, set(masks), book), _Terms(other, set(), book)
+    masks = {input_of(node) for node, role in step.ends if role.is_among(results)}
+    terms = _Terms()
+    terms.add(step, masks)
+    terms.add(other, ())
     leaves = step.result_leaves == other.result_leaves and step.result_spec == other.result_spec
-    return leaves and _outputs(step, mine, results) == _outputs(other, others, set())
+    return leaves and _outputs(step, terms, results) == _outputs(other, terms, ())
 
 
 def _outputs(step: StepGraph, terms: "_Terms", left_out: Collection[int]) -> Any:
@@ -52,8 +49,8 @@ def _outputs(step: StepGraph, terms: "_Terms", left_out: Collection[int]) -> Any
         (role.kind, role.name, shown.get(role.index) or role.index, terms.of(node))
         if role.kind is OutputKind.RESULT
         else (role, terms.of(node))
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if not (role.kind is OutputKind.RESULT and not role.name and role.index in left_out)
+        for node, role in step.ends
+        if not role.is_among(left_out)
     ]
 
 
@@ -62,28 +59,17 @@ def without_checks(step: StepGraph, lines: Collection[str]) -> StepGraph:
     dropped = {p.result for p in step.prints if p.check is Check.ROWS and p.label in lines}
     if not dropped:
         return step
-    output = step.graph.output_node()
-    kept = [
-        (node, role)
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if not (role.kind is OutputKind.RESULT and not role.name and role.index in dropped)
-    ]
 
     def moved(index: int) -> int:
         return index - sum(other < index for other in dropped)
 
-    output.args = (tuple(node for node, _ in kept),)
-    step.graph.eliminate_dead_code()
-    return replace(
-        step,
-        outputs=tuple(
-            replace(role, index=moved(role.index)) if role.kind is OutputKind.RESULT else role
-            for _, role in kept
-        ),
-        prints=tuple(
-            replace(p, result=moved(p.result)) for p in step.prints if p.result not in dropped
-        ),
-    )
+    ends = [
+        (n, replace(role, index=moved(role.index)) if role.kind is OutputKind.RESULT else role)
+        for n, role in step.ends
+        if not role.is_among(dropped)
+    ]
+    left = (print for print in step.prints if print.result not in dropped)
+    return with_ends(step, ends, prints=tuple(replace(p, result=moved(p.result)) for p in left))
 
 
 class _Number(NamedTuple):
@@ -92,29 +78,17 @@ class _Number(NamedTuple):
     value: float
 
 
-@dataclass
-class _Book:
-    """Terms by what they are made of, for all steps that are compared, and those of masks that are
-    true nowhere.
-    """
-
-    terms: dict[Any, str] = field(default_factory=dict)
-    empty: set[Any] = field(default_factory=set)
-
-
 class _Terms:
-    """What the nodes of a step compute from its inputs, where some masks are true nowhere.
+    """What the nodes of steps compute from their inputs, where some masks are true nowhere."""
 
-    Args:
-        step: whose nodes.
-        masks: nodes of it that are true nowhere.
-        book: of all steps that are compared.
-    """
-
-    def __init__(self, step: StepGraph, masks: Collection[fx.Node], book: _Book) -> None:
+    def __init__(self) -> None:
         self._terms: dict[fx.Node, Any] = {}
-        self._book = book
-        for node, role in zip(step.placeholders, step.inputs, strict=True):
+        self._by_parts: dict[Any, str] = {}
+        self._empty: set[Any] = set()
+
+    def add(self, step: StepGraph, masks: Collection[fx.Node]) -> None:
+        """The nodes of a step, of which some are true nowhere."""
+        for node, role in step.roles.items():
             constant = step.constants.get(role.name)
             # Constants of a step are named by their number.
             known = role if constant is None else (id(constant), tuple(constant.shape))
@@ -123,8 +97,8 @@ class _Terms:
             if node.op == "call_function":
                 term = self._found(node)
                 if node in masks:
-                    book.empty.add(term)
-                self._terms[node] = _Number(0) if term in book.empty else term
+                    self._empty.add(term)
+                self._terms[node] = _Number(0) if term in self._empty else term
 
     def of(self, node: Any) -> Any:
         """The term of a node, equal for equal computations; all else as it is."""
@@ -139,7 +113,7 @@ class _Terms:
         return found
 
     def _interned(self, *parts: Any) -> str:
-        return self._book.terms.setdefault(parts, f"term {len(self._book.terms)}")
+        return self._by_parts.setdefault(parts, f"term {len(self._by_parts)}")
 
     def kept(self, node: fx.Node, source: Any) -> Any:
         """The term of an operand that a node hands on, if it has its shape."""
@@ -226,19 +200,19 @@ def _written(place: int) -> Callable[[_Terms, fx.Node], Any]:
     return term
 
 
-def _made(number: float) -> Callable[[_Terms, fx.Node], Any]:
-    return lambda terms, node: _Number(number)
+def _zeros(terms: _Terms, node: fx.Node) -> Any:
+    return _Number(0)
 
 
 _SIMPLER: Mapping[Any, Callable[[_Terms, fx.Node], Any]] = {
     **dict.fromkeys((*VIEWS, *CASTS, _aten.detach.default, _aten.expand.default), _moved),
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor), _added),
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.any.default), _summed),
-    **dict.fromkeys((_aten.cumsum.default,), _summed),
-    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default), _made(0)),
+    _aten.cumsum.default: _summed,
+    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default), _zeros),
+    _aten.new_zeros.default: _zeros,
     **dict.fromkeys((_aten.index_add.default, _aten.scatter_add.default), _written(3)),
     _aten.index_put.default: _written(2),
-    _aten.new_zeros.default: _made(0),
     _aten.logical_not.default: _turned,
     _aten.clamp_min.default: _raised,
     _aten.ne.Scalar: _as_mask,

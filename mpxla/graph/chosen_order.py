@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, of_each, refused
 from mpxla.graph.operand_dims import dims_along
 from mpxla.graph.typed import input_of, named_arguments, target_of
 
@@ -70,30 +70,22 @@ def _numbers(walk: Walk, rows: Rows, places: fx.Node) -> fx.Node:
     return walk.call(_aten.index.Tensor, walk.number_rows(rows), [places])
 
 
-def _along(node: fx.Node, dims: Dims) -> int | None:
-    """The dim along which a node puts rows in order; None where all rows count there."""
-    along = dims_along(node, len(dims))
-    if not any(dims[d] for d in along):
-        return None
-    if len(along) > 1:
+def _along(node: fx.Node, dims: Dims) -> tuple[int, Rows] | None:
+    """The dim along which a node puts rows in order, and these; None where all rows count there."""
+    along = [(d, rows) for d in dims_along(node, len(dims)) if (rows := dims[d]) is not None]
+    if along and len(dims_along(node, len(dims))) > 1:
         raise refused(node, "is put in order together with others")
-    return along.pop()
-
-
-def _unchanged(node: fx.Node, dims: Dims) -> tuple[fx.Node, Any]:
-    value = node.meta["val"]
-    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+    return along[0] if along else None
 
 
 def _sorted(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     """`sort` and `argsort`."""
     source = input_of(node)
     dims = walk.dims_of(source)
-    dim = _along(node, dims)
-    if dim is None:
-        return _unchanged(node, dims)
-    rows = dims[dim]
-    assert rows is not None
+    along = _along(node, dims)
+    if along is None:
+        return of_each(node, dims)
+    dim, rows = along
     order = _order(walk, source, dim, bool(named_arguments(node)["descending"]))
     order = walk.call(_aten.index_select.default, order, dim, walk.number_rows(rows))
     numbers = _numbers(walk, rows, order)
@@ -111,14 +103,13 @@ def _greatest(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     """`topk`. Where fewer rows are chosen, the rest is NaN: PyTorch raises."""
     source, arguments = input_of(node), named_arguments(node)
     dims = walk.dims_of(source)
-    dim = _along(node, dims)
+    along = _along(node, dims)
     number = arguments["k"]
-    if dim is None:
+    if along is None:
         if isinstance(number, fx.Node):
             raise refused(node, "is the number that is chosen")
-        return _unchanged(node, dims)
-    rows = dims[dim]
-    assert rows is not None
+        return of_each(node, dims)
+    dim, rows = along
     found: Rows | None = None
     order = _order(walk, source, dim, bool(arguments["largest"]))
     size = rows.size if isinstance(number, fx.Node) else number
@@ -188,11 +179,10 @@ def _extreme(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any] | None:
     dims = walk.dims_of(source)
     if "dim" not in arguments:  # there are no numbers
         return None
-    dim = _along(node, dims)
-    if dim is None:
+    along = _along(node, dims)
+    if along is None:
         return None
-    rows = dims[dim]
-    assert rows is not None
+    dim, rows = along
     name = target_of(node)._schema.name
     order = _place_of_extreme(walk, source, dim, name in ("aten::max", "aten::argmax"))
     keeps = bool(arguments.get("keepdim"))

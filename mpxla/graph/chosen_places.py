@@ -86,7 +86,8 @@ def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -
                 made = walk.copied(column)
                 walk.set_dims(made, (rows,))
                 own.append((rows, shape, dim))
-                _check_read(walk, node, value, len(parts), walk.dims_of(part)[dim])
+                if walk.dims_of(value)[len(parts)] is not walk.dims_of(part)[dim]:
+                    raise refused(node, "is read at places")
                 parts.append(made)
             continue
         found = walk.places.get(part) if part is not None else None
@@ -114,11 +115,6 @@ def _numbered(walk: Walk, rows: Rows, numbers: fx.Node) -> fx.Node:
         made.meta["val"] = numbers.meta["val"]
     walk.set_dims(made, walk.dims_of(numbers))
     return made
-
-
-def _check_read(walk: Walk, node: fx.Node, value: fx.Node, dim: int, rows: Rows | None) -> None:
-    if walk.dims_of(value)[dim] is not rows:
-        raise refused(node, "is read at places")
 
 
 def _own_rows(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, of_each, refused
 from mpxla.graph.chosen_order import RULES_OF_ORDER, extreme_or
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
@@ -126,8 +126,7 @@ def _along_dims(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     along = dims_along(node, len(dims))
     if any(dims[d] for d in along):
         raise refused(node, "is put in order, or taken together")
-    value = node.meta["val"]
-    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+    return of_each(node, dims)
 
 
 def _softmax(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -178,7 +177,7 @@ def _reduced(fill: Any) -> Rule:
     """A reduction to which a number adds nothing."""
 
     def rule(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
-        arguments, value = named_arguments(node), node.meta["val"]
+        arguments = named_arguments(node)
         if "other" in arguments:  # of two values, element by element
             return _elementwise(walk, node)
         source, dims, along, _, result, meets_rows = _Reduction.of(walk, node)
@@ -187,7 +186,7 @@ def _reduced(fill: Any) -> Rule:
             if number is None:
                 raise refused(node, "is taken together")
             node.args = (walk.filled(source, dims, number, along), *node.args[1:])
-        return node, [result] * len(value) if isinstance(value, (list, tuple)) else result
+        return of_each(node, result)
 
     return rule
 
@@ -308,10 +307,6 @@ def _embedded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return node, (*walk.dims_of(indices), None)
 
 
-def _one_hot(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    return node, (*walk.dims_of(input_of(node)), None)
-
-
 def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """Losses of classes: rows that do not count have a class that is ignored."""
     arguments = named_arguments(node)
@@ -427,7 +422,7 @@ _RULES: Mapping[Any, Rule] = {
     **dict.fromkeys((*_LIKE, "aten::bernoulli"), _kept),
     LAYER: _recurrent,
     _aten.embedding.default: _embedded,
-    _aten.one_hot.default: _one_hot,
+    _aten.one_hot.default: lambda walk, node: (node, (*walk.dims_of(input_of(node)), None)),
 }
 
 

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, refused
+from mpxla.graph.chosen import (
+    Dims,
+    Rows,
+    Rule,
+    Walk,
+    aligned,
+    fixed_sizes,
+    met,
+    of_each,
+    refused,
+)
 from mpxla.graph.chosen_order import place_of
 from mpxla.graph.positions import TRANSPOSED, permutation
 from mpxla.graph.stepgraph import VIEWS
@@ -64,7 +74,7 @@ def _viewed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
             old, new = math.prod(before[start:stop]), math.prod(after[end:until])
         _regroup(walk, node, (before, dims, range(start, stop)), (after, found, range(end, until)))
         start, end = stop, until
-    sizes = [_size_of(walk, s, r) for s, r in zip(after, found, strict=True)]
+    sizes = fixed_sizes(after, found)
     if any(isinstance(size, torch.SymInt) for size in sizes):
         raise refused(node, "gets another shape")
     if source in walk.places and len(after) == 1:
@@ -80,10 +90,6 @@ def _replaced(walk: Walk, node: fx.Node, target: Any, *args: Any) -> fx.Node:
     if node in walk.places:
         walk.places[made] = walk.places[node]
     return made
-
-
-def _size_of(walk: Walk, size: Any, rows: Rows | None) -> int:
-    return size if rows is None else rows.size
 
 
 def _regroup(
@@ -182,7 +188,7 @@ def _expanded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     for place, size in enumerate(value.shape):
         if dims[place] is None:
             dims[place] = walk.rows_of_size(node, size)
-    sizes = [_size_of(walk, s, r) for s, r in zip(value.shape, dims, strict=True)]
+    sizes = fixed_sizes(value.shape, dims)
     return _replaced(walk, node, _aten.expand.default, input_of(node), sizes), tuple(dims)
 
 
@@ -213,14 +219,9 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
         if not is_all or not (end is None or end == walk.sizes(source)[dim] or end > 2**40):
             raise refused(node, "is divided")
         return source, dims
-    if target is _aten.unbind.int:
-        if source in walk.places:
-            walk.places[node] = walk.places[source]
-        return node, [rest] * len(node.meta["val"])
-    if target is _aten.select.int:
-        return node, rest
-    value = node.meta["val"]
-    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+    if target is _aten.unbind.int and source in walk.places:
+        walk.places[node] = walk.places[source]
+    return of_each(node, rest if target in (_aten.unbind.int, _aten.select.int) else dims)
 
 
 def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -259,9 +260,8 @@ def _made(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     fill = named_arguments(node).get("fill_value")
     number = walk.as_number(fill, node)
     if number is not fill:
-        shape = [_size_of(walk, s, r) for s, r in zip(node.meta["val"].shape, dims, strict=True)]
-        dtype = node.meta["val"].dtype
-        number = walk.call(_aten.to.dtype, number, dtype)
+        number = walk.call(_aten.to.dtype, number, node.meta["val"].dtype)
+        shape = fixed_sizes(node.meta["val"].shape, dims)
         return walk.call(_aten.expand.default, number, shape), dims
     return _with_sizes(walk, node), dims
 

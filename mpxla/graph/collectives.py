@@ -156,10 +156,6 @@ def _scattered(value: torch.Tensor, dim: int, size: int, index: int, group: str)
     return resized(value, dim, value.shape[dim] // size)
 
 
-def _embedded(rows: torch.Tensor, words: torch.Tensor, *_: Any) -> torch.Tensor:
-    return rows.new_empty((*words.shape, rows.shape[1]))
-
-
 def _own_rows(
     rows: torch.Tensor, words: torch.Tensor, size: int, index: int, padding: int, group: str
 ) -> torch.Tensor:
@@ -171,12 +167,6 @@ def _own_rows(
     if padding >= 0:
         found = torch.where((words == padding).unsqueeze(-1), found.detach(), found)
     return torch.where(is_own, found, torch.zeros_like(found))
-
-
-def _reduced(
-    scores: torch.Tensor, labels: torch.Tensor, size: int, index: int, reduction: int, *_: Any
-) -> torch.Tensor:
-    return scores.new_empty(labels.shape if reduction == 0 else ())
 
 
 def _loss_of_parts(
@@ -251,14 +241,16 @@ JOIN_POSITIONS = _define(
 OWN_POSITIONS = _define(f"own_positions{_ALONG}", _scattered, _with_derivative(_own, _all_gather))
 EMBEDDING = _define(
     "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",
-    _embedded,
+    lambda rows, words, *_: rows.new_empty((*words.shape, rows.shape[1])),
     _own_rows,
 )
 
 CROSS_ENTROPY = _define(
     "cross_entropy(Tensor scores, Tensor labels, int size, int index, int reduction, "
     "int ignore_index, str group) -> Tensor",
-    _reduced,
+    lambda scores, labels, size, index, reduction, *_: scores.new_empty(
+        labels.shape if reduction == 0 else ()
+    ),
     _loss_of_parts,
 )
 

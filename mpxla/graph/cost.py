@@ -80,7 +80,7 @@ class PartitionProblem:
             the weights alone.
         members: nodes of the step graph that each unit stands for.
         flops: forward floating-point operations of each unit.
-        backward_flops: those of its derivatives.
+        total_flops: with those of its derivatives.
         forward_s: the forward's part of each unit's `compute_s`.
         weight_bytes: the weights of every parameter alone.
     """
@@ -89,14 +89,9 @@ class PartitionProblem:
     parameter_bytes: Mapping[str, int]
     members: tuple[tuple[fx.Node, ...], ...]
     flops: tuple[int, ...]
-    backward_flops: tuple[int, ...]
+    total_flops: tuple[int, ...]
     forward_s: tuple[float, ...]
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def total_flops(self) -> tuple[int, ...]:
-        """Operations of each unit, forward and backward."""
-        return tuple(a + b for a, b in zip(self.flops, self.backward_flops, strict=True))
 
 
 def build_problem(
@@ -120,18 +115,15 @@ def build_problem(
         has_masters: whether 16-bit parameters are updated in float32.
     """
     flops = _flops_of(step)
+    total_flops = {n: count + int(count * _derivatives(n)) for n, count in flops.items()}
     times = _Times(flops, machine, measured_s or {})
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    roles = step.roles
     owned = {
         role.name
         for role in step.inputs
         if role.kind is InputKind.PARAMETER or role.name in stateful
     }
-    new_buffers = {
-        node: role.name
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if role.kind is OutputKind.BUFFER
-    }
+    new_buffers = {n: role.name for n, role in step.ends if role.kind is OutputKind.BUFFER}
     later = step.graph.find_nodes(op="call_function", target=LATER)
     stuck = {read for node in later for read in reads_of(node)}
     units: dict[fx.Node, int] = {}
@@ -145,9 +137,10 @@ def build_problem(
         else:
             units[node] = len(members)
             members.append([node])
-    kept = saved or {}
+    seconds = [times.of(group) for group in members]
     nodes = tuple(
-        _unit(group, units, roles, owned, new_buffers, times, kept, stuck) for group in members
+        _unit(group, units, roles, owned, new_buffers, unit_s, saved or {}, stuck)
+        for group, unit_s in zip(members, seconds, strict=True)
     )
     held = {role.name: node for node, role in roles.items() if role.name in owned}
     weight_bytes = {name: _num_bytes(node) for name, node in held.items()}
@@ -160,10 +153,8 @@ def build_problem(
         parameter_bytes,
         tuple(tuple(group) for group in members),
         tuple(sum(flops.get(n, 0) for n in group) for group in members),
-        tuple(
-            sum(int(flops[n] * _derivatives(n)) for n in group if n in flops) for group in members
-        ),
-        tuple(times.forward_s(group, roles) for group in members),
+        tuple(sum(total_flops.get(n, 0) for n in group) for group in members),
+        tuple(forward_s for forward_s, _ in seconds),
         weight_bytes,
     )
 
@@ -174,25 +165,19 @@ def _unit(
     roles: Mapping[fx.Node, InputRole],
     owned: set[str],
     new_buffers: Mapping[fx.Node, str],
-    times: "_Times",
+    unit_s: tuple[float, float],
     saved: Mapping[str, Collection[SavedTensor]],
     stuck: Collection[fx.Node],
 ) -> GraphNode:
-    head = group[0]
-    sources = [s for s in head.all_input_nodes]
+    head, sources = group[0], group[0].all_input_nodes
     held = [roles[s] for s in sources if s not in units]
     mutates = tuple(new_buffers[n] for n in group if n in new_buffers)
     used = [*(role.name for role in held), *mutates]
-    is_input = head in roles
     values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
     output_bytes = sum(_num_bytes(n) for n in values if n not in stuck)
     needs_grad = any(n.meta["val"].requires_grad for n in values)
-    forward_s = times.forward_s(group, roles)
-    backward_s = times.backward_s(group, roles) if needs_grad else 0.0
-    if is_input:
-        kind = NodeKind.INPUT
-    else:
-        kind = NodeKind.RANDOM if is_random(head) else NodeKind.COMPUTE
+    forward_s, backward_s = unit_s
+    kind = NodeKind.RANDOM if is_random(head) else NodeKind.COMPUTE
     return GraphNode(
         name=head.name,
         inputs=tuple(dict.fromkeys(units[s] for s in sources if s in units)),
@@ -200,9 +185,9 @@ def _unit(
         buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in owned)),
         mutates=mutates,
         module_path=module_path(head),
-        kind=kind,
+        kind=NodeKind.INPUT if head in roles else kind,
         cost=NodeCost(
-            compute_s=forward_s + backward_s,
+            compute_s=forward_s + (backward_s if needs_grad else 0.0),
             output_bytes=output_bytes,
             gradient_bytes=output_bytes if needs_grad else 0,
         ),
@@ -218,18 +203,13 @@ class _Times:
     machine: MachineModel
     measured_s: Mapping[str, float]
 
-    def forward_s(self, group: list[fx.Node], roles: Mapping[fx.Node, object]) -> float:
-        """Of the unit's forward; nothing for inputs and views."""
-        if group[0] in roles or _is_free(group[0]):
-            return 0.0
-        return self.machine.task_s + self._work_s(group)
-
-    def backward_s(self, group: list[fx.Node], roles: Mapping[fx.Node, object]) -> float:
-        """Of its derivatives."""
-        if group[0] in roles or _is_free(group[0]):
-            return 0.0
+    def of(self, group: list[fx.Node]) -> tuple[float, float]:
+        """Of a unit's forward, and of its derivatives; nothing for inputs and views."""
+        if group[0].op == "placeholder" or _is_free(group[0]):
+            return 0.0, 0.0
+        work_s = self._work_s(group)
         counted = [_derivatives(n) for n in group if n in self.flops]
-        return max(counted, default=_BACKWARD_FACTOR) * self._work_s(group)
+        return self.machine.task_s + work_s, max(counted, default=_BACKWARD_FACTOR) * work_s
 
     def _work_s(self, group: list[fx.Node]) -> float:
         """The larger of arithmetic and memory traffic, or what was measured."""
@@ -312,10 +292,6 @@ def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
     return found
 
 
-def _linear_flops(rows: torch.Tensor, weight: torch.Tensor, *_: Any, out_val: torch.Tensor) -> int:
-    return 2 * rows.numel() * weight.shape[0]
-
-
 def _attention_flops(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, out_val: Any, **__: Any
 ) -> int:
@@ -325,7 +301,7 @@ def _attention_flops(
 
 
 _FORMULAS: dict[Any, Any] = {
-    torch.ops.aten.linear: _linear_flops,
+    torch.ops.aten.linear: lambda rows, weight, *_, out_val: 2 * rows.numel() * weight.shape[0],
     # Its parts depend on the device, and torch has no formula for those of the CPU (2.9).
     torch.ops.aten.scaled_dot_product_attention: _attention_flops,
 }

@@ -96,16 +96,14 @@ class Decisions:
     constants: dict[int, torch.Tensor]
     left: dict[str, Any] = field(default_factory=dict)
 
-    def change(self, inputs: Sequence[torch.Tensor]) -> str | None:
+    def follow(self, inputs: Sequence[torch.Tensor]) -> tuple[str | None, dict[str, Any]]:
         """What Python would read otherwise with these inputs, in words; None if nothing.
+
+        And what the step leaves in places then, by name.
 
         Args:
             inputs: tensor leaves of one microbatch, on the host.
         """
-        return self.follow(inputs)[0]
-
-    def follow(self, inputs: Sequence[torch.Tensor]) -> tuple[str | None, dict[str, Any]]:
-        """The same, and what the step leaves in places, by name, if Python reads the same."""
         tensors = {slot: inputs[leaf].detach().clone() for slot, leaf in self.leaves.items()}
         tensors |= {slot: value.clone() for slot, value in self.constants.items()}
         with torch.no_grad(), DisableTorchFunction():

@@ -1,10 +1,10 @@
-"""Attributes of classes and modules of other packages that are others for a while."""
+"""Attributes of classes and modules of other packages, and tables, that are others for a while."""
 
 import contextlib
 from collections.abc import Generator
 from typing import Any
 
-__all__ = ["exchanged"]
+__all__ = ["exchanged", "restored"]
 
 _NONE = object()
 
@@ -23,3 +23,18 @@ def exchanged(owner: Any, **values: Any) -> Generator[None]:
                 delattr(owner, name)  # inherited
             else:
                 setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def restored(*tables: dict[Any, Any]) -> Generator[None]:
+    """Gives dictionaries back on exit what they hold now."""
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            for key in table.keys() - entries.keys():
+                del table[key]
+            if list(table) != list(entries):  # never empty for other threads, if that can be
+                table.clear()
+            table.update(entries)

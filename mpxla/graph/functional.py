@@ -22,9 +22,6 @@ from mpxla.graph.normalize import has_writes
 
 __all__ = ["functionalize"]
 
-_REGIONS: tuple[Any, ...] = (WrapWithAutocast, WrapWithSetGradEnabled)
-"""Operators that stand for a region of the program, whose body is a graph of its own."""
-
 
 def functionalize(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Makes a program functional; its composite operators stay.
@@ -67,14 +64,9 @@ def _read_tied_once(program: torch.export.ExportedProgram) -> None:
 
 def _composites(module: fx.GraphModule) -> set[OpOverload]:
     """Composite operators of a program and of the programs in it."""
-    operators = {target for target in _targets(module) if isinstance(target, OpOverload)}
-    return {operator for operator in operators if _is_preservable_cia_op(operator)}
-
-
-def _targets(module: fx.GraphModule) -> set[Any]:
-    """What the nodes of a program call, and of the programs in it."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    return {node.target for graph in graphs for node in graph.nodes}
+    targets = {node.target for graph in graphs for node in graph.nodes}
+    return {t for t in targets if isinstance(t, OpOverload) and _is_preservable_cia_op(t)}
 
 
 @contextlib.contextmanager
@@ -90,16 +82,15 @@ def _regions_with_origin() -> Generator[None]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, WrapWithSetGradEnabled):
                 args = (False, *args[1:])
-            return original(self, *map(_interpreted, args), **kwargs)
+            given = (fx.Interpreter(a).run if isinstance(a, fx.GraphModule) else a for a in args)
+            return original(self, *given, **kwargs)
 
         return call
 
-    with contextlib.ExitStack() as stack:
-        for kind in _REGIONS:
-            stack.enter_context(exchanged(kind, __call__=interpreting(kind.__call__)))
+    autocast: Any = WrapWithAutocast
+    gradients: Any = WrapWithSetGradEnabled
+    with (
+        exchanged(autocast, __call__=interpreting(autocast.__call__)),
+        exchanged(gradients, __call__=interpreting(gradients.__call__)),
+    ):
         yield
-
-
-def _interpreted(argument: Any) -> Any:
-    """The body of a region as a function that runs node by node; all else as it is."""
-    return fx.Interpreter(argument).run if isinstance(argument, fx.GraphModule) else argument

@@ -23,6 +23,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture_counts import check_counts
 from mpxla.graph.chosen import fix_sizes
 from mpxla.graph.chosen_rules import rule_of
+from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradients import expand_gradients
 from mpxla.graph.gradients_in_functions import expand_gradients_in_functions
 from mpxla.graph.hooked import place_hooks
@@ -46,6 +47,10 @@ from mpxla.graph.user_code import line_of
 
 __all__ = ["Constants", "FunctionalStep", "constants_of", "functional_step"]
 
+_STATE = {
+    ExportInput.PARAMETER: InputKind.PARAMETER,
+    ExportInput.BUFFER: InputKind.BUFFER,
+}
 Constants = dict[str, torch.Tensor]
 """Tensors that a program computes with and that are no state of the model, by role."""
 
@@ -89,9 +94,8 @@ def functional_step(
     scaled = replace_renorms(graph)
     unknown = set(trainable) - set(written)
     outputs = _output_roles(program, canonical_names, unknown, num_objectives, scaled)
-    is_check = [r.kind is OutputKind.RESULT and not r.name and r.index in checks for r in outputs]
-    masks = [input_of(n) for n, is_one in zip(outputs_of(graph), is_check, strict=True) if is_one]
-    ends = zip(outputs_of(graph), outputs, strict=True)
+    ends = list(zip(outputs_of(graph), outputs, strict=True))
+    masks = [input_of(node) for node, role in ends if role.is_among(checks)]
     settle_reads(graph, [node for node, role in ends if role.kind is OutputKind.OBJECTIVE])
     refuse_collectives(graph)
     refuse_hidden_updates(graph)
@@ -144,10 +148,8 @@ def _input_roles(program: ExportedProgram, canonical_names: Mapping[str, str]) -
     num_leaves = 0
     for spec in program.graph_signature.input_specs:
         name = _name(spec.target)
-        if spec.kind is ExportInput.PARAMETER:
-            roles.append(InputRole(InputKind.PARAMETER, canonical_names[name]))
-        elif spec.kind is ExportInput.BUFFER:
-            roles.append(InputRole(InputKind.BUFFER, canonical_names[name]))
+        if spec.kind in _STATE:
+            roles.append(InputRole(_STATE[spec.kind], canonical_names[name]))
         elif spec.kind is ExportInput.CONSTANT_TENSOR:
             roles.append(InputRole(InputKind.CONSTANT, name))
         elif spec.kind is ExportInput.USER_INPUT:
@@ -175,10 +177,12 @@ def _output_roles(
     num_results = sum(s.kind is ExportOutput.USER_OUTPUT for s in specs) - num_objectives
     for place, spec in enumerate(specs):
         name = canonical_names.get(_name(spec.target), "")
+        # By its name: torch 2.9 does not list this kind.
+        is_known = spec.kind.name == "PARAMETER_MUTATION" and name not in unknown
         if place in scaled:
             index, num_scaled = num_results + num_scaled, num_scaled + 1
             roles.append(OutputRole(OutputKind.RESULT, name, index))
-        elif spec.kind is ExportOutput.BUFFER_MUTATION or _is_written(spec.kind, name, unknown):
+        elif spec.kind is ExportOutput.BUFFER_MUTATION or is_known:
             roles.append(OutputRole(OutputKind.BUFFER, name))
         elif spec.kind is ExportOutput.USER_INPUT_MUTATION:
             raise _changed_argument(program, spec.target or "")
@@ -199,11 +203,6 @@ def _output_roles(
     return roles
 
 
-def _is_written(kind: ExportOutput, name: str, unknown: Container[str]) -> bool:
-    # Torch 2.9 does not list this kind.
-    return kind.name == "PARAMETER_MUTATION" and name not in unknown
-
-
 def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
     """Checks that the graph still leads from every objective to what is trained.
 
@@ -219,13 +218,12 @@ def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
 
 
 def _changed_argument(program: ExportedProgram, name: str) -> CaptureError:
-    nodes = {node.name: node for node in program.graph.nodes}
-    value = nodes[name].meta["val"]
-    at = _line_of_change(program, name)
+    value = next(node for node in program.graph.nodes if node.name == name).meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     return CaptureError(
-        f"The step function changes one of its arguments in place{at}, the tensor {dtype}"
-        f"{list(value.shape)} (the shape of one microbatch). Change a copy: x = x.clone()."
+        f"The step function changes one of its arguments in place{_line_of_change(program, name)}, "
+        f"the tensor {dtype}{list(value.shape)} (the shape of one microbatch). Change a copy: "
+        f"x = x.clone()."
     )
 
 
@@ -243,14 +241,11 @@ def _annotate(
     fake_mode: FakeTensorMode,
 ) -> None:
     """Runs the graph on fake tensors so that every node's value knows if it requires grad."""
-    arguments: list[torch.Tensor] = []
-    for node, is_trained in zip(
-        module.graph.find_nodes(op="placeholder"), requires_grad, strict=True
-    ):
-        value = node.meta["val"]
-        with fake_mode:
-            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        arguments.append(fake.requires_grad_(is_trained))
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    arguments = [
+        fake_tensor(fake_mode, v.shape, v.stride(), v.dtype).requires_grad_(is_trained)
+        for v, is_trained in zip(values, requires_grad, strict=True)
+    ]
     with fake_mode, torch.set_grad_enabled(is_training):
         annotator = _Annotator(module)
         annotator.extra_traceback = False  # errors name the node

@@ -47,7 +47,8 @@ class TracedFunction:
 
     def key(self) -> str:
         """Equal for functions that compute the same."""
-        inputs = [_spec(node) for node in self.forward.nodes if node.op == "placeholder"]
+        values = [node.meta["val"] for node in self.forward.find_nodes(op="placeholder")]
+        inputs = [(tuple(value.shape), value.dtype) for value in values]
         flags = (self.has_gradient, self.is_differentiated)
         parts = (self.forward, self.backward, inputs, self.results, flags)
         digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
@@ -64,40 +65,28 @@ def traced_function(target: Any) -> TracedFunction | None:
     return _functions.get(target)
 
 
-def _spec(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(node.meta["val"].shape), node.meta["val"].dtype
-
-
 def operator_of(function: TracedFunction) -> Callable[[Sequence[torch.Tensor]], Any]:
     """The operator, `(Tensor[] inputs) -> Tensor[]`, that stands for a function in a graph."""
     key = function.key()
     known = getattr(torch.ops.mpxla_functions, key, None)
     if known is not None:
         return known.default
+    forward = _make_graph_module(torch.nn.Module(), function.forward)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [value.clone() for value in forward(*inputs)[: len(function.results)]]
+
+    def shapes(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in function.results]
+
     tags = (torch.Tag.nondeterministic_seeded,) if function.is_random else ()
     _library.define(f"{key}(Tensor[] inputs) -> Tensor[]", tags=tags)
     operator = getattr(torch.ops.mpxla_functions, key).default
-    _library.impl(key, _forward_alone(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mpxla_functions::{key}", _shapes(function), lib=_library)
+    _library.impl(key, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mpxla_functions::{key}", shapes, lib=_library)
     _set_gradient_flags(function, f"mpxla_functions::{key}")
     _functions[operator] = function
     return operator
-
-
-def _forward_alone(function: TracedFunction) -> Callable[..., list[torch.Tensor]]:
-    module = _make_graph_module(torch.nn.Module(), function.forward)
-
-    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [value.clone() for value in module(*inputs)[: len(function.results)]]
-
-    return run
-
-
-def _shapes(function: TracedFunction) -> Callable[..., list[torch.Tensor]]:
-    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in function.results]
-
-    return run
 
 
 def _set_gradient_flags(function: TracedFunction, operator: str) -> None:

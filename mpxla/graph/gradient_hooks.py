@@ -9,7 +9,8 @@ of another tensor or of a module is left out then, since such gradients never le
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -86,11 +87,9 @@ def hook_parameter(parameter: torch.Tensor, hooks: Sequence[Hook]) -> list[Hook]
     return looking
 
 
-@contextlib.contextmanager
-def module_hooks_captured() -> Generator[None]:
+def module_hooks_captured() -> AbstractContextManager[None]:
     """Captures full backward hooks of modules, and those that come before them."""
-    with exchanged(torch_modules, BackwardHook=_ModuleHooks):
-        yield
+    return exchanged(torch_modules, BackwardHook=_ModuleHooks)
 
 
 def _changed(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:
@@ -115,31 +114,37 @@ def _hooked(
     """
     count = len(tensors)
 
-    class Hooked(Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            zeros = (inputs[0].new_zeros(other.shape, dtype=other.dtype) for other in others)
-            return *(x.clone() for x in inputs), *zeros
+    def change_first(*gradients: torch.Tensor) -> Sequence[Any]:
+        return change(gradients[:count], gradients[count:])
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(change(gradients[:count], gradients[count:]))
-
-    Hooked.__name__ = HOOKED
-    found = apply_captured(Hooked, tuple(tensors), {}, is_kept=True)  # until it is in its place
+    hooked = _function(HOOKED, count, change_first, others)
+    found = apply_captured(hooked, tuple(tensors), {}, is_kept=True)  # until it is in its place
     return list(found[count:])
 
 
-class _Passed(Function):
-    """Gives tensors that nothing else reads."""
+def _function(
+    name: str,
+    count: int,
+    change: Callable[..., Sequence[Any]],
+    others: Sequence[torch.Tensor] = (),
+) -> type:
+    """One that gives copies of its first arguments, and zeros of the kinds of some tensors.
 
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.clone() for tensor in tensors)
+    Its backward gives the gradients of all arguments, from those of all results.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients
+    class Copying(Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            zeros = (inputs[0].new_zeros(other.shape, dtype=other.dtype) for other in others)
+            return *(x.clone() for x in inputs[:count]), *zeros
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(change(*gradients))
+
+    Copying.__name__ = name
+    return Copying
 
 
 class _ModuleHooks:
@@ -160,7 +165,9 @@ class _ModuleHooks:
         self._places = _differentiable(args)
         self._args = args
         if self._places and self._hooks:
-            passed = apply_captured(_Passed, tuple(args[i] for i in self._places), {})
+            # Tensors that nothing else reads.
+            copying = _function("passed", len(self._places), lambda *gradients: gradients)
+            passed = apply_captured(copying, tuple(args[i] for i in self._places), {})
             self._args = tuple(_filled(args, self._places, passed))
         return self._args
 
@@ -188,15 +195,12 @@ class _ModuleHooks:
             )
             return [given[i] for i in self._places]
 
-        if not self._places:  # PyTorch lets such a hook change nothing
-            _tell_of_looks(self._name("full backward hook"))
-            return []
-        inputs = [self._args[i] for i in self._places]
-        try:
-            return _hooked(inputs, [results[i] for i in places], change)
-        except _LooksError:
-            _tell_of_looks(self._name("full backward hook"))
-            return []
+        if self._places:  # else PyTorch lets such a hook change nothing
+            inputs = [self._args[i] for i in self._places]
+            with contextlib.suppress(_LooksError):
+                return _hooked(inputs, [results[i] for i in places], change)
+        _tell_of_looks(self._name("full backward hook"))
+        return []
 
     def _hook_results(
         self,
@@ -206,7 +210,6 @@ class _ModuleHooks:
         places: Sequence[int],
     ) -> list[torch.Tensor]:
         """Has the hooks that come before change the gradients of results, which `links` get too."""
-        count = len(given)
 
         def change(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
             now: Any = tuple(_filled([None] * num_results, places, gradients))
@@ -217,16 +220,7 @@ class _ModuleHooks:
             ends = tuple(now[i] for i in places)
             return ends + ends if links else ends
 
-        class Ended(Function):
-            @staticmethod
-            def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return tuple(x.clone() for x in inputs[:count])
-
-            @staticmethod
-            def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return change(*gradients)
-
-        return list(apply_captured(Ended, (*given, *links), {}))
+        return list(apply_captured(_function("ended", len(given), change), (*given, *links), {}))
 
     def _called(self, hooks: Sequence[Any], call: Callable[[Any, Any], Any], given: Any) -> Any:
         """What hooks make of gradients, one after the other."""

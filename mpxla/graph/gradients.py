@@ -28,8 +28,9 @@ from mpxla.errors import CaptureError
 from mpxla.graph.functions import applied
 from mpxla.graph.normalize import free_layouts, has_writes
 from mpxla.graph.recurrent import LAYER, unrolled
+from mpxla.graph.split import ancestors
 from mpxla.graph.stepgraph import describe, is_random
-from mpxla.graph.typed import arguments_of, input_of, outputs_of, target_of
+from mpxla.graph.typed import arguments_of, input_of, origin_of, outputs_of, target_of
 from mpxla.graph.user_code import line_of
 
 __all__ = [
@@ -51,11 +52,6 @@ _library.define(
 )
 _operators = torch.ops.mpxla_gradients
 LEAF, GRADIENTS_OF = _operators.leaf.default, _operators.of.default
-_COPIED_META = ("nn_module_stack", "stack_trace")
-
-
-def _like_leaves(_: Any, leaves: Sequence[torch.Tensor], *__: Any) -> list[torch.Tensor]:
-    return [torch.empty_like(leaf) for leaf in leaves]
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -68,7 +64,9 @@ def _zeros(ctx: Any, _: Any) -> tuple[Any, ...]:
 
 
 _library.impl("leaf", torch.clone, "CompositeExplicitAutograd")
-_library.impl("of", _like_leaves, "CompositeExplicitAutograd")
+_library.impl(
+    "of", lambda _, leaves, *__: [torch.empty_like(x) for x in leaves], "CompositeExplicitAutograd"
+)
 torch.library.register_autograd(
     "mpxla_gradients::of", _zeros, setup_context=_keep_inputs, lib=_library
 )
@@ -119,13 +117,8 @@ class Gradients:
                 s if s is None else r.new_empty(s.shape, dtype=s.dtype)
                 for r, s in zip(results, seeds, strict=True)
             ]
-            found: Any = torch.autograd.grad(
-                results,
-                leaves,
-                like,
-                retain_graph=True,
-                allow_unused=unused,
-            )
+            keys = {"retain_graph": True, "allow_unused": unused}
+            found: Any = torch.autograd.grad(results, leaves, like, **keys)
         pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
         given = [torch.ones_like(r) if s is None else s for r, s in pairs]
         used = [leaf for leaf, g in zip(leaves, found, strict=True) if g is not None]
@@ -158,10 +151,9 @@ def expand_gradients(graph: fx.Graph) -> None:
     Raises:
         CaptureError: PyTorch knows no derivative.
     """
-    calls = [node for node in graph.nodes if node.target is GRADIENTS_OF]
-    for call in calls:
+    for call in graph.find_nodes(op="call_function", target=GRADIENTS_OF):
         expand_call(graph, call)
-    for node in [n for n in graph.nodes if n.target is LEAF]:
+    for node in graph.find_nodes(op="call_function", target=LEAF):
         node.replace_all_uses_with(input_of(node))
         graph.erase_node(node)
     free_layouts(graph)
@@ -206,7 +198,7 @@ def expand_call(graph: fx.Graph, call: fx.Node) -> None:
         known.setdefault(end, node)
         if _is_same_part(end, node):  # the derivative may read others of its parts
             known.setdefault(input_of(end), input_of(node))
-    found = _copied(graph, call, traced, ends[len(tensors) :], known)
+    found = _copied(graph, call, ends[len(tensors) :], known)
     for user in list(call.users):
         user.replace_all_uses_with(found[arguments_of(user)[1]])
         graph.erase_node(user)
@@ -237,10 +229,8 @@ def path_of(
         ):
             dependent.add(node)
             nodes.append(node)
-    needed = set(results)
-    for node in reversed(nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
+    path = dict.fromkeys(nodes)
+    needed = ancestors(results, lambda n: n not in path)
     return dict.fromkeys(n for n in nodes if n in needed)
 
 
@@ -259,7 +249,7 @@ def _open_random(graph: fx.Graph, node: fx.Node) -> None:
     if not any(is_random(n) for n in traced.nodes):
         return  # attention without dropout, say, which is one operator then
     known = dict(zip((n for n in traced.nodes if n.op == "placeholder"), inputs, strict=True))
-    [value] = _copied(graph, node, traced, outputs_of(traced), known, is_inside=True)
+    [value] = _copied(graph, node, outputs_of(traced), known, is_inside=True)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
 
@@ -301,22 +291,14 @@ def _is_same_part(one: fx.Node, other: fx.Node) -> bool:
 def _copied(
     graph: fx.Graph,
     before: fx.Node,
-    traced: fx.Graph,
     ends: Sequence[fx.Node],
     known: Mapping[fx.Node, fx.Node],
     is_inside: bool = False,
 ) -> list[fx.Node]:
     """Copies what some nodes need to before a node of another graph, where some are known."""
-    needed = set(ends)
-    for node in reversed(list(traced.nodes)):
-        if node in needed and node not in known:
-            needed.update(node.all_input_nodes)
     copies = dict(known)
-    meta = {key: before.meta[key] for key in _COPIED_META if key in before.meta}
     with graph.inserting_before(before):
-        for node in traced.nodes:
-            if node not in needed or node in copies:
-                continue
+        for node in sorted(ancestors(ends, known.__contains__) - known.keys()):
             if node.op != "call_function" or (is_random(node) and not is_inside):
                 raise CaptureError(
                     f"torch.autograd.grad in a step function{line_of(before)}: {describe(node)} "
@@ -327,5 +309,5 @@ def _copied(
                 copies[node] = copies[input_of(node)]
                 continue
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-            copies[node].meta = {**meta, "val": node.meta.get("val")}
+            copies[node].meta = {**origin_of(before), "val": node.meta.get("val")}
     return [copies[end] for end in ends]

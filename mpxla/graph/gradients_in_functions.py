@@ -10,6 +10,7 @@ where the call can be expanded like others; what that part reads becomes further
 This module must not know how functions are traced.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -42,7 +43,7 @@ def expand_gradients_in_functions(graph: fx.Graph) -> None:
 
 
 def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target is GRADIENTS_OF]
+    return graph.find_nodes(op="call_function", target=GRADIENTS_OF)
 
 
 class _Expanded:
@@ -51,7 +52,8 @@ class _Expanded:
     def __init__(self, graph: fx.Graph, node: fx.Node, function: TracedFunction):
         self._graph, self._node, self._function = graph, node, function
         self._given: list[fx.Node] = list(arguments_of(node)[0])
-        self._forward, self._backward = _copied(function.forward), _copied(function.backward)
+        self._forward = copy.deepcopy(function.forward)
+        self._backward = copy.deepcopy(function.backward)
         self._num_saved = len(outputs_of(self._forward)) - len(function.results)
         self._inside: dict[fx.Node, fx.Node] = {}  # of the step -> what the backward has for it
 
@@ -102,8 +104,8 @@ class _Expanded:
         for node in path:
             if node not in self._inside:
                 with self._backward.inserting_before(start):
-                    copy = self._backward.node_copy(node, lambda n: self._inside[n])
-                self._inside[node] = copy
+                    made = self._backward.node_copy(node, lambda n: self._inside[n])
+                self._inside[node] = made
 
     def _hand_on(self, node: fx.Node) -> fx.Node:
         """Makes a node of the step an input that the forward saves."""
@@ -112,13 +114,6 @@ class _Expanded:
         self._forward.output_node().args = ((*outputs_of(self._forward), handed),)
         self._num_saved += 1
         return _added(self._backward, node, self._num_saved - 1)
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, values))
-    return copy
 
 
 def _added(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:

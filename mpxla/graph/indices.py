@@ -7,7 +7,6 @@ the programs: two more results, the least and the greatest.
 This module must not know how a step is run.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,17 @@ import torch
 from torch import fx
 
 from mpxla.graph.collectives import CROSS_ENTROPY, EMBEDDING, is_of_group
-from mpxla.graph.split import copy_nodes
-from mpxla.graph.stepgraph import InputKind, OutputKind, OutputRole, StepGraph, is_random
+from mpxla.graph.split import ancestors, copy_nodes
+from mpxla.graph.stepgraph import (
+    InputKind,
+    OutputKind,
+    OutputRole,
+    StepGraph,
+    is_random,
+    with_ends,
+)
 from mpxla.graph.stepgraph import module_path as path_of
-from mpxla.graph.typed import named_arguments, outputs_of
+from mpxla.graph.typed import named_arguments, origin_of
 from mpxla.graph.user_code import line_of
 
 __all__ = ["IndexUse", "InputIndices", "find_index_uses", "indices_of_inputs", "with_extremes"]
@@ -224,7 +230,7 @@ def indices_of_inputs(step: StepGraph) -> tuple[InputIndices, ...]:
     One entry for every set of inputs that lead to indices: an input that is not on the host spoils
     what depends on it only.
     """
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    roles = step.roles
     groups: dict[tuple[fx.Node, ...], list[tuple[fx.Node, IndexUse]]] = {}
     for _, indices, use in find_index_uses(step):
         sources = _sources(indices, roles)
@@ -233,7 +239,7 @@ def indices_of_inputs(step: StepGraph) -> tuple[InputIndices, ...]:
     return tuple(
         InputIndices(
             tuple(roles[source].index for source in sources),
-            _host_function(step, sources, [indices for indices, _ in uses]),
+            _host_function(sources, [indices for indices, _ in uses]),
             tuple(use for _, use in uses),
         )
         for sources, uses in groups.items()
@@ -242,20 +248,11 @@ def indices_of_inputs(step: StepGraph) -> tuple[InputIndices, ...]:
 
 def _sources(indices: fx.Node, roles: Any) -> tuple[fx.Node, ...] | None:
     """Inputs from which the indices follow by operators on integers alone; None if they do not."""
-    found: dict[fx.Node, None] = {}
-    seen, waiting = {indices}, [indices]
-    while waiting:
-        node = waiting.pop()
-        if node in roles:
-            if roles[node].kind is not InputKind.STEP_INPUT:
-                return None
-            found[node] = None
-            continue
-        if not _is_cheap(node):
-            return None
-        waiting += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
-    return tuple(sorted(found))
+    found = ancestors([indices], lambda n: n in roles or not _is_cheap(n))
+    sources = [node for node in found if node in roles]
+    are_given = all(roles[source].kind is InputKind.STEP_INPUT for source in sources)
+    is_known = are_given and all(node in roles or _is_cheap(node) for node in found)
+    return tuple(sorted(sources)) if is_known else None
 
 
 def _is_cheap(node: fx.Node) -> bool:
@@ -269,13 +266,9 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _host_function(
-    step: StepGraph, sources: Sequence[fx.Node], indices: Sequence[fx.Node]
+    sources: Sequence[fx.Node], indices: Sequence[fx.Node]
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    needed = set(indices)
-    for node in reversed(list(step.graph.nodes)):
-        if node in needed and node not in sources:
-            needed.update(node.all_input_nodes)
-    nodes = [node for node in step.graph.nodes if node in needed and node not in sources]
+    nodes = sorted(ancestors(indices, sources.__contains__).difference(sources))
     return fx.GraphModule(torch.nn.Module(), copy_nodes(sources, nodes, indices))
 
 
@@ -290,21 +283,18 @@ def with_extremes(step: StepGraph) -> StepGraph:
     uses = find_index_uses(step)
     first = sum(role.kind is OutputKind.RESULT for role in step.outputs)
     added = [_add_extremes(step.graph, *use) for use in uses]
-    step.graph.output_node().args = ((*outputs_of(step.graph), *added),)
     roles = [OutputRole(OutputKind.RESULT, index=first + place) for place in range(len(added))]
-    return dataclasses.replace(step, outputs=(*step.outputs, *roles))
+    return with_ends(step, [*step.ends, *zip(added, roles, strict=True)])
 
 
 def _add_extremes(graph: fx.Graph, user: fx.Node, indices: fx.Node, use: IndexUse) -> fx.Node:
     """Nodes that do what `IndexUse.extremes` does, at the operator that reads the indices."""
 
-    origin = {k: v for k, v in user.meta.items() if k in ("nn_module_stack", "stack_trace")}
-
     def call(target: Any, *arguments: Any) -> fx.Node:
         node = graph.call_function(target, arguments)
         values = fx.map_arg(arguments, lambda n: n.meta["val"])
         with indices.meta["val"].fake_mode, torch.no_grad():
-            node.meta = {**origin, "val": target(*values)}
+            node.meta = {**origin_of(user), "val": target(*values)}
         return node
 
     with graph.inserting_before(user):

@@ -12,14 +12,14 @@ a view of the former memory.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
+from mpxla.graph.split import ancestors
 from mpxla.graph.stepgraph import describe
-from mpxla.graph.typed import arguments_of, input_of
+from mpxla.graph.typed import arguments_of, input_of, origin_of
 
 __all__ = ["LATER", "put_in_place", "reads_of", "settle_reads"]
 
@@ -39,11 +39,7 @@ _KEEP_NOTHING = frozenset(
 """Or a view, as of linear layers."""
 
 
-def _value(value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return value.clone()
-
-
-_library.impl("later", _value, "CompositeExplicitAutograd")
+_library.impl("later", lambda value, *_: value.clone(), "CompositeExplicitAutograd")
 
 
 def reads_of(node: fx.Node) -> list[fx.Node]:
@@ -75,7 +71,8 @@ def settle_reads(graph: fx.Graph, objectives: Sequence[fx.Node]) -> None:
                     copy,
                     lambda n, c=copy: n is not c and n.target is not _aten.detach.default,
                 )
-    derived = _differentiated(objectives) if laters else set[fx.Node]()
+    # What gradients of objectives flow to, and more.
+    derived = ancestors(objectives if laters else (), lambda n: n.target is _aten.detach.default)
     for node in laters:
         value, now, reads, num_given = arguments_of(node)
         given = [_kept(graph, read) for read in reads[:num_given] if read in derived]
@@ -85,18 +82,6 @@ def settle_reads(graph: fx.Graph, objectives: Sequence[fx.Node]) -> None:
         if not reads:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
-
-
-def _differentiated(objectives: Sequence[fx.Node]) -> set[fx.Node]:
-    """What gradients of objectives flow to, and more."""
-    found = dict.fromkeys(objectives)
-    waiting = list(found)
-    for node in waiting:  # grows
-        if node.target is not _aten.detach.default:
-            new = [source for source in node.all_input_nodes if source not in found]
-            found.update(dict.fromkeys(new))
-            waiting += new
-    return set(found)
 
 
 def _kept(graph: fx.Graph, read: fx.Node) -> fx.Node | None:
@@ -121,7 +106,7 @@ def _kept(graph: fx.Graph, read: fx.Node) -> fx.Node | None:
         return None
     with graph.inserting_after(read):
         copy = graph.call_function(_aten.clone.default, (read,))
-    copy.meta = {key: v for key, v in read.meta.items() if key in ("nn_module_stack", "custom")}
+    copy.meta = origin_of(read, "custom")
     for user in keeping:
         user.replace_input_with(read, copy)
     return copy

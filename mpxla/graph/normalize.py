@@ -10,6 +10,7 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import module_path
+from mpxla.graph.typed import arguments_of, input_of, origin_of
 from mpxla.graph.user_code import line_of
 
 __all__ = [
@@ -56,17 +57,13 @@ def keep_gradient_barriers(module: fx.GraphModule) -> None:
     its outputs get an explicit `detach`.
     """
     for node in list(module.graph.nodes):
-        if node.op != "call_function":
-            continue
-        name, arguments = str(node.target), cast(Any, node.args)
-        if name == "wrap_with_set_grad_enabled":
-            body = getattr(module, arguments[1].target)
+        name, arguments = str(node.target), arguments_of(node)
+        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            nodes = (a for a in arguments if isinstance(a, fx.Node) and a.op == "get_attr")
+            body = getattr(module, str(next(nodes).target))
             keep_gradient_barriers(body)
-            if arguments[0] is False:
+            if name == "wrap_with_set_grad_enabled" and arguments[0] is False:
                 _detach_outputs(body)
-        elif name == "wrap_with_autocast":
-            body_node = next(a for a in arguments if isinstance(a, fx.Node) and a.op == "get_attr")
-            keep_gradient_barriers(getattr(module, str(body_node.target)))
 
 
 def _detach_outputs(body: fx.GraphModule) -> None:
@@ -98,9 +95,7 @@ def refuse_hidden_updates(graph: fx.Graph) -> None:
     Raises:
         CaptureError: there is one; names the operator and its module.
     """
-    for node in graph.nodes:
-        if node.target is not _aten.instance_norm.default:
-            continue
+    for node in graph.find_nodes(op="call_function", target=_aten.instance_norm.default):
         running_mean, uses_own_statistics = node.args[3], node.args[5]
         if running_mean is not None and uses_own_statistics:
             raise CaptureError(
@@ -148,15 +143,16 @@ def resolve_numbers(graph: fx.Graph) -> None:
                 f"is returned may be read by .item()."
             )
         with graph.inserting_before(node):
-            value = graph.call_function(_aten.detach.default, (node.args[0],))
-        value.meta = _origin(node)
+            value = _call(node, _aten.detach.default, node.args[0])
         node.replace_all_uses_with(value)
         graph.erase_node(node)
 
 
-def _origin(node: fx.Node) -> dict[str, Any]:
-    """What tells of the module and the line that a node comes from."""
-    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+def _call(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new node from the same line as another one."""
+    made = node.graph.call_function(target, args)
+    made.meta = origin_of(node)
+    return made
 
 
 def _place(node: fx.Node) -> str:
@@ -168,11 +164,9 @@ def _place(node: fx.Node) -> str:
 def collapse_detaches(graph: fx.Graph) -> None:
     """Merges chains of `detach` (tracing leaves three for one) and drops `alias`."""
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
         if node.target not in (_aten.detach.default, _aten.alias.default):
             continue
-        source = cast(fx.Node, node.args[0])
+        source = input_of(node)
         if node.target is _aten.alias.default or source.target is _aten.detach.default:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -180,10 +174,9 @@ def collapse_detaches(graph: fx.Graph) -> None:
 
 def densify_gradients(graph: fx.Graph) -> None:
     """Makes embeddings with `sparse=True` ordinary ones: the device has no sparse tensors."""
-    for node in graph.nodes:
-        if node.target is _aten.embedding.default:
-            node.args = node.args[:4]
-            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sparse"}
+    for node in graph.find_nodes(op="call_function", target=_aten.embedding.default):
+        node.args = node.args[:4]
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sparse"}
 
 
 def give_indices_a_dim(graph: fx.Graph) -> None:
@@ -199,9 +192,7 @@ def give_indices_a_dim(graph: fx.Graph) -> None:
         if "val" not in index.meta or index.meta["val"].dim():
             continue
         with graph.inserting_before(node):
-            index = graph.call_function(_aten.reshape.default, (index, [1]))
-        index.meta = _origin(node)
-        node.update_arg(2, index)
+            node.update_arg(2, _call(node, _aten.reshape.default, index, [1]))
 
 
 def flatten_strided(graph: fx.Graph) -> None:
@@ -218,8 +209,8 @@ def flatten_strided(graph: fx.Graph) -> None:
         num_tensors = _BY_STRIDES.get(cast(Any, node.target))
         if num_tensors is None:
             continue
-        source, *others = cast(Any, node.args[:num_tensors])
-        size, stride, *offset = cast(Any, node.args[num_tensors:])
+        source, *others = arguments_of(node)[:num_tensors]
+        size, stride, *offset = arguments_of(node)[num_tensors:]
         value = source.meta["val"]
         order = _order_in_memory(value)
         if offset and offset[0] is not None:
@@ -232,21 +223,16 @@ def flatten_strided(graph: fx.Graph) -> None:
                 f"expanded: call contiguous() before it."
             )
         with graph.inserting_before(node):
-            moved = graph.call_function(_aten.permute.default, (source, order))
-            flat = graph.call_function(_aten.reshape.default, (moved, [-1]))
-        added = [moved, flat]
+            moved = _call(node, _aten.permute.default, source, order)
+            flat = _call(node, _aten.reshape.default, moved, [-1])
         node.args = (flat, *others, size, stride, *offset)
         if others:
             shape = [value.shape[dim] for dim in order]
-            with graph.inserting_after(node):
-                laid = graph.call_function(_aten.reshape.default, (node, shape))
-            with graph.inserting_after(laid):
-                back = [order.index(dim) for dim in range(value.dim())]
-                whole = graph.call_function(_aten.permute.default, (laid, back))
+            back = [order.index(dim) for dim in range(value.dim())]
+            with graph.inserting_before(node.next):
+                laid = _call(node, _aten.reshape.default, node, shape)
+                whole = _call(node, _aten.permute.default, laid, back)
             node.replace_all_uses_with(whole, lambda user, laid=laid: user is not laid)
-            added += [laid, whole]
-        for one in added:
-            one.meta = _origin(node)
 
 
 def _order_in_memory(value: torch.Tensor) -> list[int] | None:
@@ -271,19 +257,16 @@ def split_complex_writes(graph: fx.Graph) -> None:
         if value is None or not value.is_complex():
             continue
         with graph.inserting_before(node):
-            tensors = [graph.call_function(_aten.resolve_conj.default, (n,)) for n in node.args[:2]]
-            pairs = [graph.call_function(_aten.view_as_real.default, (n,)) for n in tensors]
-        dim, *place = cast(Any, node.args[2:] or (0,))
+            tensors = [_call(node, _aten.resolve_conj.default, n) for n in node.args[:2]]
+            pairs = [_call(node, _aten.view_as_real.default, n) for n in tensors]
+        dim, *place = arguments_of(node)[2:] or (0,)
         node.args = (*pairs, dim % value.dim(), *place)
         with graph.inserting_after(node):
-            whole = graph.call_function(_aten.view_as_complex.default, (node,))
+            whole = _call(node, _aten.view_as_complex.default, node)
         node.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)
-        for added in (*tensors, *pairs, whole):
-            added.meta = _origin(node)
 
 
 def free_layouts(graph: fx.Graph) -> None:
     """Turns views into reshapes: on the device, operators may lay out their results otherwise."""
-    for node in graph.nodes:
-        if node.target is _aten.view.default:
-            node.target = _aten.reshape.default
+    for node in graph.find_nodes(op="call_function", target=_aten.view.default):
+        node.target = _aten.reshape.default

@@ -7,10 +7,10 @@ captured again with the value, if it is known: that of an input.
 This module must not know how a step is captured or run.
 """
 
-import contextlib
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -160,8 +160,7 @@ NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) pr
 """What the user's texts say in the place of values."""
 
 
-@contextlib.contextmanager
-def numbers_in_math() -> Generator[None]:
+def numbers_in_math() -> AbstractContextManager[None]:
     """Lets functions of `math` compute with numbers that were read, as tensors of 64 bits."""
 
     def of_numbers(name: str) -> Callable[..., Any]:
@@ -175,8 +174,7 @@ def numbers_in_math() -> Generator[None]:
 
         return function
 
-    with exchanged(math, **{name: of_numbers(name) for name in _OF_MATH}):
-        yield
+    return exchanged(math, **{name: of_numbers(name) for name in _OF_MATH})
 
 
 _TO_INTEGERS = ("ceil", "floor", "trunc")
@@ -254,21 +252,19 @@ def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
         operands = operands[::-1] if is_reflected else operands
         if isinstance(other, torch.Tensor):
             return function(*operands)
-        kind = (
-            NumberRead if isinstance(self, NumberRead) or isinstance(other, NumberRead) else Number
-        )
-        if name == "truediv" or any(isinstance(v, float) or _is_float(v) for v in operands):
+        if name == "truediv" or any(map(_is_float, operands)):
             operands = [v.double() if isinstance(v, torch.Tensor) else v for v in operands]
         elif name in _OF_INTEGERS and not (isinstance(operands[1], int) and operands[1] > 0):
             operands = self.in_python(name, operands)
         found = function(*operands)
-        return NumberRead(found, is_own=True) if kind is NumberRead else kind(found)
+        is_read = isinstance(self, NumberRead) or isinstance(other, NumberRead)
+        return NumberRead(found, is_own=True) if is_read else Number(found)
 
     return method
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.is_floating_point() if isinstance(value, torch.Tensor) else type(value) is float
 
 
 def _comparison(name: str) -> Callable[..., Any]:

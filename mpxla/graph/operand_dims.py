@@ -58,7 +58,8 @@ def combined(node: fx.Node) -> Combined | None:
         return None
     if is_elementwise(node) or target is _aten.cat.default:
         values = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        return Combined([(n, range(-n.meta["val"].dim(), 0)) for n in values], _all_dims(result))
+        pairs = [(n, range(-n.meta["val"].dim(), 0)) for n in values]
+        return Combined(pairs, range(-result.dim(), 0))
     if target is _aten.einsum.default:
         equation, operands = arguments_of(node)[:2]
         return _of_equation(equation, operands, result)
@@ -103,10 +104,6 @@ def _of_equation(equation: str, operands: Sequence[fx.Node], result: torch.Tenso
     pairs = zip(operands, before.split(","), strict=True)
     letters = [(n, _spelled(term, n.meta["val"].dim())) for n, term in pairs]
     return Combined(letters, _spelled(after, result.dim()))
-
-
-def _all_dims(value: torch.Tensor) -> Sequence[int]:
-    return range(-value.dim(), 0)
 
 
 def _spelled(term: str, count: int) -> list[Any]:

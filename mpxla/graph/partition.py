@@ -103,7 +103,6 @@ class StageLoad:
 
     stage: int
     rank: int
-    num_nodes: int
     modules: tuple[str, ...]
     """Compressed module paths in program order, such as ``tok, blocks.0-3, blocks.4.attn``."""
     parameters: tuple[str, ...]

@@ -11,14 +11,13 @@ from dataclasses import replace
 
 from mpxla.graph.partition import (
     GraphNode,
-    NodeKind,
     Partition,
     SavedTensor,
     StageLoad,
     transfers,
 )
 from mpxla.graph.partition_flow import Flow, spread
-from mpxla.graph.partition_modules import stage_modules
+from mpxla.graph.partition_modules import parents, stage_modules
 
 __all__ = ["build_partition", "partition_from_copies"]
 
@@ -92,7 +91,7 @@ def _parameter_ranks(
     by_prefix: dict[str, int] = {}
     for name in parameter_bytes:
         if name in readers:
-            for prefix in _prefixes(name):
+            for prefix in parents(name):
                 by_prefix.setdefault(prefix, min(readers[name]))
     ranks: dict[str, tuple[int, ...]] = {}
     for name in parameter_bytes:
@@ -102,27 +101,19 @@ def _parameter_ranks(
         elif name in readers:
             ranks[name] = tuple(sorted(readers[name]))
         else:
-            near = (by_prefix[prefix] for prefix in _prefixes(name) if prefix in by_prefix)
+            near = (by_prefix[prefix] for prefix in parents(name) if prefix in by_prefix)
             ranks[name] = (next(near, default_rank),)
     return ranks
 
 
-def _prefixes(name: str) -> list[str]:
-    """The modules around a parameter, innermost first: a.b.weight -> a.b, a."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-
-
 def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad, ...]:
     num_stages = partition.num_stages
-    num_nodes = [0] * num_stages
     saved: list[set[SavedTensor]] = [set() for _ in range(num_stages)]
     received, sent = [0] * num_stages, [0] * num_stages
     compute_s = [0.0] * num_stages
     parameters: list[dict[str, None]] = [{} for _ in range(num_stages)]
     for index, node in enumerate(nodes):
         for stage in partition.stages_of(index):
-            num_nodes[stage] += node.kind is not NodeKind.INPUT
             compute_s[stage] += node.cost.compute_s
             saved[stage].update(node.saved)
             parameters[stage].update(dict.fromkeys(node.parameters))
@@ -138,7 +129,6 @@ def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad,
         StageLoad(
             stage=stage,
             rank=rank,
-            num_nodes=num_nodes[stage],
             modules=modules[stage],
             parameters=tuple(parameters[stage]),
             parameter_bytes=sum(partition.parameter_bytes[name] for name in parameters[stage]),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mpxla.graph.partition import GraphNode, NodeKind
+from mpxla.graph.partition_modules import parents
 
 __all__ = ["Flow", "Group", "Role", "analyse", "last_reader", "spread"]
 
@@ -169,11 +170,11 @@ def _of_updates(
     inside: dict[str, list[str]] = {}
     for name in users:
         inside.setdefault(_module_of(name), []).append(name)
-    parents = {"", *(parent for module in inside for parent in _parents(module))}
+    around = {"", *(parent for module in inside for parent in parents(module))}
     groups: list[Group] = []
     for name in sorted(updated):
         module = _module_of(name)
-        beside = [] if module in parents else inside[module]
+        beside = [] if module in around else inside[module]
         in_module = (index for other in beside for index in users[other] if in_spine[index])
         members = tuple(sorted({*users[name], *in_module}))
         if len(members) > 1:
@@ -183,10 +184,6 @@ def _of_updates(
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _parents(module: str) -> list[str]:
-    return [module[:place] for place, letter in enumerate(module) if letter == "."]
 
 
 def _of_stuck_values(

@@ -70,7 +70,9 @@ def partition_manual(
     pinned: dict[int, frozenset[int]] = {}
     for index in flow.order:
         node = nodes[index]
-        is_lone_update = node.mutates and index not in grouped and not _follows(flow, index)
+        # One with an input on the spine floats with it; a batch counter has none.
+        follows = any(flow.roles[source] is Role.SPINE for source in node.inputs)
+        is_lone_update = node.mutates and index not in grouped and not follows
         if index in pins:
             pinned[index] = frozenset((pins[index],))
         elif node.parameters or is_lone_update:
@@ -166,11 +168,6 @@ def _check_ranks(
             f"Partitions are {_valid_range(num_ranks)}, but {', '.join(problems)}. Use an index "
             "below pipeline_parallel_degree, or raise the degree."
         )
-
-
-def _follows(flow: Flow, index: int) -> bool:
-    """Whether a node has an input on the spine to float with (a batch counter has none)."""
-    return any(flow.roles[source] is Role.SPINE for source in flow.nodes[index].inputs)
 
 
 def _share_in_groups(flow: Flow, allowed: Ranks) -> dict[int, frozenset[int]]:

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from mpxla.graph.partition import GraphNode, NodeKind, Partition
 
-__all__ = ["PART_MARK", "STEP_FUNCTION", "common_path", "stage_modules"]
+__all__ = ["PART_MARK", "STEP_FUNCTION", "common_path", "parents", "stage_modules"]
 
 PART_MARK = "*"
 """Behind a module of which a stage has only some operations."""
@@ -64,6 +64,12 @@ def stage_modules(nodes: Sequence[GraphNode], partition: Partition) -> list[tupl
 def common_path(*paths: str) -> Path:
     """The leading names that dotted paths share; an empty path shares none."""
     return _shared([_parts(path) for path in paths])
+
+
+def parents(path: str) -> list[str]:
+    """The modules around a module or a parameter, innermost first: a.b.weight -> a.b, a."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
 
 
 def _parts(path: str) -> Path:

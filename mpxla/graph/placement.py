@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from mpxla.errors import PartitionError
+from mpxla.graph.partition_modules import parents
 from mpxla.graph.stepgraph import InputKind, StepGraph, module_path
 from mpxla.graph.user_code import line_of
 
@@ -37,10 +38,11 @@ def check_placement(
     Raises:
         PartitionError: a placed module has no node, and its weights are read on another rank.
     """
-    used = {path for node in step.graph.nodes for path in _ancestors(module_path(node))}
+    paths = {module_path(node) for node in step.graph.nodes}
+    used = paths.union(*map(parents, paths))
     times_named = Counter(canonical_names.values())
     name_in_model = {canonical: name for name, canonical in canonical_names.items()}
-    for node, role in zip(step.placeholders, step.inputs, strict=True):
+    for node, role in step.roles.items():
         if role.kind is not InputKind.PARAMETER or times_named[role.name] > 1:
             continue  # a tied parameter may be read under its other name
         owner = f"{_MODEL}.{name_in_model[role.name]}".rpartition(".")[0]
@@ -58,9 +60,3 @@ def check_placement(
                     f"partition {default_rank if found is None else found}{line_of(reader)}. "
                     f"Call the module itself there, or put both on the same partition."
                 )
-
-
-def _ancestors(path: str) -> list[str]:
-    """The path and those of all modules around it."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]

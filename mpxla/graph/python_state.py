@@ -20,7 +20,7 @@ This module must not know how steps are run.
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -437,8 +437,8 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
     Raises:
         CaptureError: the step then is another one.
     """
-    pairs = [*first.log.filled(), *((r, n) for r in first.outer if _is_container(n := r.now()))]
-    fillings = [(read, now, with_other_tensors(now)) for read, now in pairs]
+    outer = [(read, now) for read in first.outer if isinstance(now := read.now(), CONTAINERS)]
+    fillings = [(read, now, with_other_tensors(now)) for read, now in (*first.log.filled(), *outer)]
     for read, left, filled in fillings:
         if filled is None or read.put is None:
             continue
@@ -457,10 +457,6 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             raise refusal(read.name, "")
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, CONTAINERS)
-
-
 class _FlagError(Exception):
     """The step goes another way by flags that it changes."""
 
@@ -476,7 +472,7 @@ class _CacheError(Exception):
 def _outputs(step: StepGraph) -> list[Any]:
     """What outputs are computed of, and by what; constants of one shape count as the same."""
     digests: dict[fx.Node, tuple[bool, str]] = {}
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    roles = step.roles
 
     def digest(node: fx.Node) -> tuple[bool, str]:
         value = node.meta.get("val")
@@ -495,5 +491,4 @@ def _outputs(step: StepGraph) -> list[Any]:
 
     for node in step.graph.nodes:
         digests[node] = digest(node)
-    nodes: Sequence[fx.Node] = step.output_nodes
-    return [(role, digests[node]) for node, role in zip(nodes, step.outputs, strict=True)]
+    return [(role, digests[node]) for node, role in step.ends]

@@ -7,24 +7,24 @@ read.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import fx
 
 from mpxla.delayed import is_delayed
-from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random, with_ends
 
 __all__ = ["as_question", "draws_alike", "state_read", "told_by_buffers"]
 
 _aten = torch.ops.aten
-_TRAINING = {
-    _aten._native_batch_norm_legit_functional.default: 5,
-    _aten._native_batch_norm_legit.default: 5,
-    _aten.native_batch_norm.default: 5,
-    _aten.batch_norm.default: 5,
-}
+_NORMS = (
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.default,
+    _aten.native_batch_norm.default,
+    _aten.batch_norm.default,
+)
+_TRAINING = 5
 """Place of the argument with which they read running statistics only to return new ones."""
 _NEW_STATISTICS = 3
 """Place of the first of these among their results."""
@@ -32,17 +32,13 @@ _NEW_STATISTICS = 3
 
 def as_question(step: StepGraph) -> StepGraph:
     """A question that writes nothing; the graph changes in place."""
-    pairs = zip(step.output_nodes, step.outputs, strict=True)
-    kept = [(n, role) for n, role in pairs if role.kind is OutputKind.RESULT and not role.name]
-    step.graph.output_node().args = (tuple(node for node, _ in kept),)
-    step.graph.eliminate_dead_code()
-    return replace(step, outputs=tuple(role for _, role in kept), prints=(), looking=())
+    kept = [(n, role) for n, role in step.ends if role.kind is OutputKind.RESULT and not role.name]
+    return with_ends(step, kept, prints=(), looking=())
 
 
 def state_read(question: StepGraph) -> set[str]:
     """Parameters and buffers by whose values a question answers."""
-    inputs = zip(question.placeholders, question.inputs, strict=True)
-    return {role.name for node, role in inputs if role.name and _is_read(node)}
+    return {role.name for n, role in question.roles.items() if role.name and _is_read(n)}
 
 
 def told_by_buffers(
@@ -50,7 +46,7 @@ def told_by_buffers(
 ) -> int | None:
     """The last answer of a question that reads only buffers with a value; else None."""
     values: list[torch.Tensor | None] = []
-    for node, role in zip(question.placeholders, question.inputs, strict=True):
+    for node, role in question.roles.items():
         value = value_of(role.name) if role.kind is InputKind.BUFFER else None
         if node.users and (value is None or value.is_meta or is_delayed(value)):
             return None
@@ -62,8 +58,7 @@ def told_by_buffers(
 
 def _is_read(node: fx.Node) -> bool:
     for user in node.users:
-        place = _TRAINING.get(user.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if place is None or user.args[place] is not True:
+        if user.target not in _NORMS or user.args[_TRAINING] is not True:
             return True
         if any(cast(int, result.args[1]) >= _NEW_STATISTICS for result in user.users):
             return True

@@ -55,13 +55,12 @@ class Outside:
     names: set[str] = field(default_factory=set)
 
 
-def places(function: Callable[..., Any], model: nn.Module) -> list[Place]:
-    """Everything that a function, method or partial and the modules of a model reach at once."""
-    direct = outside(function, model).places
-    inside = [part for place in direct for part in _attributes(place.name, place.value)]
+def places(found: Outside, model: nn.Module) -> list[Place]:
+    """What a function names, the attributes of objects of that, and those of a model's modules."""
+    inside = [part for place in found.places for part in _attributes(place.name, place.value)]
     for path, module in model.named_modules():
         inside += _of_table(f"model.{path}" if path else "model", vars(module))
-    return [*direct, *inside]
+    return [*found.places, *inside]
 
 
 def outside(function: Callable[..., Any], model: nn.Module) -> Outside:

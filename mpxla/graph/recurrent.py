@@ -154,12 +154,25 @@ def _derivative(
     is_reversed: bool,
 ) -> list[torch.Tensor]:
     """Of gates, states and weights; `found` is what the steps have given."""
-    leaves = [leaf.detach().requires_grad_() for leaf in (gates, *states, *weights)]
+    return _differentiated(
+        _unrolled_steps, gradients, gates, mask, states, weights, kind, is_reversed
+    )
+
+
+def _differentiated(
+    run: Callable[..., list[torch.Tensor]],
+    gradients: Sequence[torch.Tensor],
+    first: torch.Tensor,
+    mask: torch.Tensor | None,
+    states: States,
+    weights: Sequence[torch.Tensor],
+    *rest: Any,
+) -> list[torch.Tensor]:
+    """Gradients of the first argument, states and weights, one after the other."""
+    leaves = [leaf.detach().requires_grad_() for leaf in (first, *states, *weights)]
     count = 1 + len(states)
     with torch.enable_grad():
-        results = _unrolled_steps(
-            leaves[0], mask, leaves[1:count], leaves[count:], kind, is_reversed
-        )
+        results = run(leaves[0], mask, leaves[1:count], leaves[count:], *rest)
         return list(torch.autograd.grad(results, leaves, gradients))
 
 
@@ -176,29 +189,19 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gradients(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """While a step is captured there are no values: it only says what depends on what."""
-    input, mask, states, weights, *rest = ctx.inputs
-    leaves, count = [input, *states, *weights], 1 + len(states)
+    input, _, states, weights, *_ = ctx.inputs
     if isinstance(input, FakeTensor):
-        found = [torch.zeros_like(leaf) for leaf in leaves]
+        found = [torch.zeros_like(leaf) for leaf in (input, *states, *weights)]
     else:
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        with torch.enable_grad():
-            results = unrolled(leaves[0], mask, leaves[1:count], leaves[count:], *rest)
-            found = list(torch.autograd.grad(results, leaves, gradients))
+        found = _differentiated(unrolled, gradients, *ctx.inputs)
+    count = 1 + len(states)
     return found[0], None, found[1:count], found[count:], None, None
 
 
 _library = torch.library.Library("mpxla_recurrent", "DEF")
 
 
-def _operations(
-    input: Sequence[int],
-    mask: Any,
-    states: Any,
-    weights: Sequence[Sequence[int]],
-    *_: Any,
-    **__: Any,
-) -> int:
+def _operations(input: Any, mask: Any, states: Any, weights: Any, *_: Any, **__: Any) -> int:
     """Of a layer's products, from the shapes of what it is given."""
     return 2 * input[0] * input[1] * sum(math.prod(w) for w in weights if len(w) == 2)
 

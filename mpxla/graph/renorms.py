@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.graph.typed import input_of, outputs_of
+from mpxla.graph.typed import input_of, origin_of, outputs_of
 
 __all__ = ["replace_renorms"]
 
 _aten = torch.ops.aten
 _EPSILON = 1e-7
 """That of `embedding_renorm_` (torch 2.9)."""
-_COPIED_META = ("nn_module_stack", "stack_trace")
 
 
 def replace_renorms(graph: fx.Graph) -> Mapping[int, fx.Node]:
@@ -54,7 +53,7 @@ def _replaced(
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = graph.call_function(target, args, kwargs)
-        made.meta = {key: node.meta[key] for key in _COPIED_META if key in node.meta}
+        made.meta = origin_of(node)
         return made
 
     with graph.inserting_before(node):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses import fake_impls
 
+from mpxla.graph.exchanged import restored
+
 __all__ = ["static_shapes"]
 
 _aten = torch.ops.aten
@@ -25,14 +27,10 @@ def static_shapes() -> Generator[None]:
     They are put into PyTorch's table of such rules, and taken out again: other code of the process
     sees PyTorch's own.
     """
-    rules = fake_impls.op_implementations_dict
-    added = {op: rule for op, rule in _RULES.items() if op not in rules}
-    rules.update(added)
-    try:
+    rules: dict[Any, Any] = fake_impls.op_implementations_dict
+    with restored(rules):
+        rules.update({op: rule for op, rule in _RULES.items() if op not in rules})
         yield
-    finally:
-        for op in added:
-            del rules[op]
 
 
 def _ctc_loss(

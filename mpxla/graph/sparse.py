@@ -24,6 +24,15 @@ from mpxla.log import warn_once
 __all__ = ["Sparse", "has_sparse", "is_sparse", "refuse_sparse", "run_sparse", "with_sparse_opened"]
 
 
+def _of_numbers(name: str) -> Any:
+    """A method that makes the same sparse tensor of what that of its numbers gives."""
+
+    def method(self: "Sparse", *args: Any, **kwargs: Any) -> "Sparse":
+        return self._with(getattr(self.numbers, name)(*args, **kwargs))  # pyright: ignore[reportPrivateUsage]
+
+    return method
+
+
 @dataclass(eq=False)
 class Sparse:
     """Stands for a sparse tensor.
@@ -46,19 +55,12 @@ class Sparse:
         with _disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             tensor = tensor.detach()
             if tensor.layout is torch.sparse_coo:
-                places, numbers, is_ordered = (
-                    tensor._indices(),
-                    tensor._values(),
-                    tensor.is_coalesced(),
-                )
+                places, numbers = tensor._indices(), tensor._values()
             elif tensor.layout is torch.sparse_csr:
-                places, numbers, is_ordered = (
-                    tensor.to_sparse_coo().indices(),
-                    tensor.values(),
-                    True,
-                )
+                places, numbers = tensor.to_sparse_coo().indices(), tensor.values()
             else:
                 raise _unknown(f"The layout {tensor.layout}")
+            is_ordered = tensor.layout is torch.sparse_csr or tensor.is_coalesced()
             places, numbers = map(_apart, (places, numbers))
         if numbers.dim() > 1:
             raise _unknown("A dense dim")
@@ -142,10 +144,6 @@ class Sparse:
     def _with(self, numbers: torch.Tensor) -> "Sparse":
         return Sparse(self.places, numbers, self.shape, self.is_ordered)
 
-    def to(self, *args: Any, **kwargs: Any) -> "Sparse":
-        """As for any tensor."""
-        return self._with(self.numbers.to(*args, **kwargs))
-
     def t(self) -> "Sparse":
         """The transposed matrix."""
         if len(self.shape) != 2:
@@ -188,12 +186,8 @@ class Sparse:
     def __rmatmul__(self, other: torch.Tensor) -> torch.Tensor:
         if other.dim() == 1:
             return self.t().matmul(other)
-        return (
-            self.t()
-            .matmul(other.reshape(-1, self.shape[0]).t())
-            .t()
-            .reshape(*other.shape[:-1], self.shape[1])
-        )
+        rows = self.t().matmul(other.reshape(-1, self.shape[0]).t()).t()
+        return rows.reshape(*other.shape[:-1], self.shape[1])
 
     def mul(self, other: Any) -> "Sparse":
         """Times a number, or a dense tensor of its shape."""
@@ -223,22 +217,11 @@ class Sparse:
         numbers = self.numbers.new_zeros(size).index_add(0, place, self.numbers)
         return Sparse(torch.arange(size)[None], numbers, torch.Size([size]), True)
 
-    def detach(self) -> "Sparse":
-        """As for any tensor."""
-        return self._with(self.numbers.detach())
-
-    def clone(self) -> "Sparse":
-        """As for any tensor."""
-        return self._with(self.numbers.clone())
-
-    def float(self) -> "Sparse":
-        """As for any tensor."""
-        return self.to(torch.float32)
-
     def cuda(self, *_: Any, **__: Any) -> "Sparse":
         """The device is decided later."""
         return self
 
+    to, detach, clone, float = map(_of_numbers, ("to", "detach", "clone", "float"))
     cpu = contiguous = to_sparse = to_sparse_coo = to_sparse_csr = cuda
     mm = mv = spmm = _sparse_mm = smm = __matmul__ = matmul
     __mul__ = __rmul__ = multiply = mul

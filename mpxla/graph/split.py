@@ -5,7 +5,7 @@ cross borders and which of them carry gradients back, build one graph per stage.
 same on every rank. This module must not know how the assignment was found, nor ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +50,8 @@ def split_stages(
 
     A replicated node has several. A node's stage is never before that of its inputs.
     """
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
     borders = _Borders(
-        roles,
+        step.roles,
         {node: tuple(stages) for node, stages in stages_of.items()},
         frozenset(_reaching(step)),
     )
@@ -96,11 +95,7 @@ def _requires_grad(node: fx.Node) -> bool:
 
 def _reaching(step: StepGraph) -> set[fx.Node]:
     """Nodes through which gradients of an objective flow."""
-    reaching = {
-        node
-        for node, role in zip(step.output_nodes, step.outputs, strict=True)
-        if role.kind is OutputKind.OBJECTIVE
-    }
+    reaching = {node for node, role in step.ends if role.kind is OutputKind.OBJECTIVE}
     for node in reversed(list(step.graph.nodes)):
         if _requires_grad(node) and any(user in reaching for user in node.users):
             reaching.add(node)
@@ -143,12 +138,8 @@ def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
 def _outside_inputs(nodes: list[fx.Node]) -> list[fx.Node]:
     """Placeholders and values of other stages that the nodes read, in the graph's order."""
     held = set(nodes)
-    found: dict[fx.Node, None] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            if source not in held:
-                found[source] = None
-    return list(found)
+    read = (source for node in nodes for source in node.all_input_nodes)
+    return list(dict.fromkeys(source for source in read if source not in held))
 
 
 def _stage_outputs(
@@ -159,7 +150,7 @@ def _stage_outputs(
     results: dict[int, fx.Node] = {}
     new_buffers: dict[str, fx.Node] = {}
     objectives: list[fx.Node] = []
-    for node, role in zip(step.output_nodes, step.outputs, strict=True):
+    for node, role in step.ends:
         assert node not in borders.roles, "what a step returns is a node of its own"
         if borders.stage_of(node) != index:
             continue
@@ -203,15 +194,18 @@ def _output_port(node: fx.Node, borders: _Borders) -> OutputPort:
     )
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they depend on."""
+def ancestors(
+    nodes: Iterable[fx.Node], is_end: Callable[[fx.Node], bool] = lambda node: False
+) -> set[fx.Node]:
+    """The nodes and all that they depend on; of ends no more than the ends themselves."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo += node.all_input_nodes
+            if not is_end(node):
+                todo += node.all_input_nodes
     return found
 
 

@@ -17,6 +17,7 @@ Where an operator is not known here, the dim is not followed any more, and nothi
 This module must not know modules or ranks of the job.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ def check_split_dims(step: StepGraph, split: Mapping[str, tuple[int, int]]) -> N
         CaptureError: something does.
     """
     walk = _Walk()
-    for node, role in zip(step.placeholders, step.inputs, strict=True):
+    for node, role in step.roles.items():
         if role.kind is InputKind.PARAMETER and role.name in split:
             dim, blocks = split[role.name]
             walk.known[node] = _Along(dim - node.meta["val"].dim(), blocks)
@@ -174,10 +175,6 @@ def _refuse(node: fx.Node, source: fx.Node, along: _Along) -> None:
     )
 
 
-def _kept(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
-    return along
-
-
 def _repeated(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
     """With more elements along another dim, or each of them some times."""
     before, after = source.meta["val"].shape, node.meta["val"].shape
@@ -207,10 +204,7 @@ def _viewed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
 
 
 def _size(shape: Sequence[int], dims: Sequence[int]) -> int:
-    size = 1
-    for dim in dims:
-        size *= shape[dim] if dim < len(shape) else 1
-    return size
+    return math.prod(shape[dim] for dim in dims if dim < len(shape))
 
 
 def _transposed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
@@ -275,7 +269,7 @@ def _item(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
 
 
 _RULES: Mapping[Any, Callable[[fx.Node, fx.Node, _Along], _Along | None]] = {
-    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(_SAME, lambda node, source, along: along),
     **dict.fromkeys((_aten.expand.default, _aten.repeat_interleave.self_int), _repeated),
     **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(_ALONG_DIMS, _along_dims),

@@ -5,7 +5,7 @@ knows how it was captured or how it will be cut.
 """
 
 import enum
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "may_draw",
     "module_path",
     "place",
+    "with_ends",
     "without_inputs",
 ]
 
@@ -88,6 +89,10 @@ class OutputRole:
     kind: OutputKind
     name: str = ""
     index: int = -1
+
+    def is_among(self, results: Collection[int]) -> bool:
+        """Whether it is one of some results, by their indices."""
+        return self.kind is OutputKind.RESULT and not self.name and self.index in results
 
 
 @dataclass(frozen=True)
@@ -165,10 +170,9 @@ class StepGraph:
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""
-        inputs = zip(self.placeholders, self.inputs, strict=True)
         held = (InputKind.PARAMETER, InputKind.BUFFER)
-        read = {role.name for node, role in inputs if node.users and role.kind in held}
-        return read | self.changed
+        used = {role.name for n, role in self.roles.items() if n.users and role.kind in held}
+        return used | self.changed
 
     @property
     def changed(self) -> set[str]:
@@ -184,24 +188,43 @@ class StepGraph:
     @property
     def placeholders(self) -> list[fx.Node]:
         """Placeholder nodes, in the order of `inputs`."""
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def roles(self) -> dict[fx.Node, InputRole]:
+        """The role of every placeholder, in the order of `inputs`."""
+        return dict(zip(self.placeholders, self.inputs, strict=True))
 
     @property
     def output_nodes(self) -> list[fx.Node]:
         """Nodes that the graph returns, in the order of `outputs`."""
         return outputs_of(self.graph)
 
+    @property
+    def ends(self) -> list[tuple[fx.Node, OutputRole]]:
+        """What the graph returns, with the role of each; a node may have several."""
+        return list(zip(self.output_nodes, self.outputs, strict=True))
+
 
 def without_inputs(step: StepGraph, names: Collection[str]) -> StepGraph:
     """A step without its inputs of some names, which no node reads; its graph changes in place."""
     kept: list[InputRole] = []
-    for node, role in zip(step.placeholders, step.inputs, strict=True):
+    for node, role in step.roles.items():
         if role.name in names:
             assert not node.users, f"{role.name} is read"
             step.graph.erase_node(node)
         else:
             kept.append(role)
     return replace(step, inputs=tuple(kept))
+
+
+def with_ends(
+    step: StepGraph, ends: Sequence[tuple[fx.Node, OutputRole]], **changes: Any
+) -> StepGraph:
+    """A step that returns some nodes, and is another in some fields; its graph changes in place."""
+    step.graph.output_node().args = (tuple(node for node, _ in ends),)
+    step.graph.eliminate_dead_code()
+    return replace(step, outputs=tuple(role for _, role in ends), **changes)
 
 
 def module_path(node: fx.Node) -> str:

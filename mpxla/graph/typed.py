@@ -17,6 +17,7 @@ __all__ = [
     "computed_results",
     "input_of",
     "named_arguments",
+    "origin_of",
     "outputs_of",
     "schema_of",
     "symbolic_numbers",
@@ -42,6 +43,11 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 def input_of(node: fx.Node) -> fx.Node:
     """The first argument of a node, which is a node for most operators."""
     return cast(fx.Node, node.args[0])
+
+
+def origin_of(node: fx.Node, *more: str) -> dict[str, Any]:
+    """What tells of the module and the line that a node comes from, and more of its metadata."""
+    return {k: node.meta[k] for k in ("nn_module_stack", "stack_trace", *more) if k in node.meta}
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:

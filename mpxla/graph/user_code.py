@@ -16,7 +16,7 @@ from torch.fx import proxy
 
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.exchanged import exchanged
-from mpxla.user_lines import is_model_code
+from mpxla.user_lines import is_model_code, line_in
 
 __all__ = [
     "UndecidedError",
@@ -69,7 +69,7 @@ def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()
             f"of (a teacher whose batch norms are in training mode; or call teacher.eval()), or "
             f"return the new value and write it after the step call."
         )
-    where = _user_frame(traceback.extract_tb(error.__traceback__))
+    where = line_in(is_model_code, error)
     place = f" at {where}" if where else ""
     if needs_value(error):
         return (UndecidedError if is_final else ValueNeededError)(
@@ -113,7 +113,7 @@ def _advice_on_types(error: Exception, text: str) -> str:
 
 def at_user_line() -> str:
     """` at file:line: source` of the user's line that is running, or nothing."""
-    where = _user_frame(traceback.extract_stack())
+    where = line_in(is_model_code)
     return f" at {where}" if where else ""
 
 
@@ -172,11 +172,3 @@ def line_of(node: fx.Node) -> str:
             source = "".join(line.strip() for line in lines[place + 1 : place + 2])
             return f" at {found[1]}:{found[2]}: {source}"
     return ""
-
-
-def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """`file:line: source` of the innermost frame that a model may be written in."""
-    for frame in reversed(frames):
-        if is_model_code(frame.filename):
-            return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
-    return None

@@ -27,7 +27,6 @@ from torch import fx
 from mpxla.errors import CaptureError
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, TENSOR_GROUP, VARY
 from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe, is_random
-from mpxla.graph.typed import named_arguments
 
 __all__ = ["VARYING", "draws_for_part", "mark_varying", "split_parameters"]
 
@@ -50,9 +49,8 @@ def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int)
         CaptureError: the step would return a loss, a result or a new buffer that differs between
             the ranks.
     """
-    roles = dict(zip(step.placeholders, step.inputs, strict=True))
     held = (InputKind.PARAMETER, InputKind.BUFFER)
-    varying = {n for n, role in roles.items() if role.kind in held and role.name in split}
+    varying = {n for n, role in step.roles.items() if role.kind in held and role.name in split}
     if not varying and not any(n.target is VARY for n in step.graph.nodes):
         return step
     for node in varying:
@@ -82,10 +80,9 @@ def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int)
 
 def split_parameters(step: StepGraph) -> frozenset[str]:
     """Names of the parameters of which a rank has a part, in a step that is marked."""
-    inputs = zip(step.placeholders, step.inputs, strict=True)
     return frozenset(
         role.name
-        for node, role in inputs
+        for node, role in step.roles.items()
         if role.kind is InputKind.PARAMETER and VARYING in node.meta
     )
 
@@ -115,7 +112,7 @@ def _check_varies(node: fx.Node, varying: Collection[fx.Node]) -> None:
 
 
 def _check_outputs(step: StepGraph, varying: Collection[fx.Node]) -> None:
-    for node, role in zip(step.output_nodes, step.outputs, strict=True):
+    for node, role in step.ends:
         if node in varying:
             what = {
                 OutputKind.BUFFER: f"The new value of {role.name}, which the step changes,",
@@ -131,14 +128,6 @@ def _check_outputs(step: StepGraph, varying: Collection[fx.Node]) -> None:
 
 
 def draws_for_part(node: fx.Node) -> bool:
-    """Whether a node of a step draws random numbers for a value that varies.
-
-    Operators with a probability of 0, and dropout in evaluation, draw none, whatever their tags.
-    """
-    if VARYING not in node.meta or not is_random(node):
-        return False
-    if node.target is torch.ops.aten.dropout.default:
-        return bool(node.args[1] and node.args[2])
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        return bool(named_arguments(node)["dropout_p"])
-    return True
+    """Whether a node of a step draws random numbers for a value that varies."""
+    is_idle = node.target is torch.ops.aten.dropout.default and not node.args[1]
+    return VARYING in node.meta and is_random(node) and not is_idle

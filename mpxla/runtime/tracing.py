@@ -30,6 +30,7 @@ from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.parameter_attributes import NewAttributesError
 from mpxla.graph.python_state import Attempt, PythonState, restore
+from mpxla.graph.reach import outside, places
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept
@@ -174,17 +175,18 @@ class Tracing:
         def attempt(counting: Counting) -> Attempt:
             if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
-            outer, counted = outside_values(function, model), counting.names
-            reads = [without_counted(r, counted) for r in outer.reads if r.name not in counted]
+            found, counted = outside(function, model), counting.names
+            values = (read for read in outside_values(found) if read.name not in counted)
+            reads = [without_counted(read, counted) for read in values]
             for read in reads:
                 note_content(read.now(), self.state.contents)
+            reached = places(found, model)
+            objects = [*((place.name, place.value) for place in found.places), *own]
             with (
                 torch.set_grad_enabled(signature.grad_enabled),
-                iterators_refused(function, model),
-                random_numbers_noted(function, model, draws),
-                attributes_noted(
-                    model, [*outer.objects, *own], outer.texts, counted, self.state.contents
-                ) as log,
+                iterators_refused(reached),
+                random_numbers_noted(reached, draws),
+                attributes_noted(model, objects, found.names, counted, self.state.contents) as log,
             ):
                 try:
                     step = capture(counting)

@@ -5,13 +5,14 @@ nothing; each pass changes a graph in place and keeps its values bit for bit.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.graph.stepgraph import is_random
+from mpxla.graph.typed import input_of
 
 __all__ = ["is_view", "replace_call", "simplify"]
 
@@ -19,6 +20,7 @@ _aten = torch.ops.aten
 _NOTHING = (
     _aten.alias.default,
     _aten.alias_copy.default,
+    _aten.clone.default,
     _aten.detach.default,
     _aten.detach_copy.default,
     _aten.lift_fresh_copy.default,
@@ -48,18 +50,11 @@ def is_view(node: fx.Node) -> bool:
 def simplify(module: fx.GraphModule) -> fx.GraphModule:
     """Removes copies, detaches, double transposes and repeated subexpressions."""
     for node in list(module.graph.nodes):
-        if node.op != "call_function":
-            continue
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node):
-            continue
-        is_copy = node.target is _aten.clone.default
-        is_double = node.target is _aten.t.default and source.target is _aten.t.default
-        if node.target in _NOTHING or is_copy:
-            node.replace_all_uses_with(source)
+        if node.target is _aten.t.default and input_of(node).target is _aten.t.default:
+            node.replace_all_uses_with(input_of(input_of(node)))
             module.graph.erase_node(node)
-        elif is_double:
-            node.replace_all_uses_with(cast(fx.Node, source.args[0]))
+        elif node.target in _NOTHING:
+            node.replace_all_uses_with(input_of(node))
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     _merge_equal(module.graph)

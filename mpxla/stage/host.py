@@ -147,11 +147,9 @@ class _OnHost(fx.Interpreter):
 @contextlib.contextmanager
 def as_traced(seed: int | None) -> Generator[None]:
     """Without derivatives and autocast, which the graph contains already; random as seeded."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(without_autocast())
+    forked = torch.random.fork_rng(devices=[], enabled=seed is not None)
+    with torch.no_grad(), without_autocast(), forked:
         if seed is not None:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.default_generator.manual_seed(seed)
         yield
 
@@ -159,11 +157,7 @@ def as_traced(seed: int | None) -> Generator[None]:
 def _moved_bytes(node: fx.Node) -> int:
     """Bytes that cross between device and host for one node."""
     taken = [n for n in node.all_input_nodes if n.op == "placeholder"]
-    given = [n for n in _leaving(node) if any(user.op == "output" for user in n.users)]
+    made = [node, *(user for user in node.users if user.target is operator.getitem)]
+    given = [n for n in made if any(user.op == "output" for user in n.users)]
     values = pytree.tree_leaves([n.meta["val"] for n in (*taken, *given)])
     return sum(TensorSpec.of(v).num_bytes for v in values if isinstance(v, torch.Tensor))
-
-
-def _leaving(node: fx.Node) -> list[fx.Node]:
-    """A node, and the elements of its result."""
-    return [node, *(user for user in node.users if user.target is operator.getitem)]

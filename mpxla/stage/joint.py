@@ -39,7 +39,7 @@ def trace_alone(
 
     It takes one tensor per spec, and returns a list of tensors that share no memory.
     """
-    mode = _fake_mode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     arguments = _fake(mode, inputs, lowering.device)
     with torch.no_grad(), mode, _dispatched(lowering, is_differentiated=False):
         module = make_fx(function, decomposition_table=lowering.decompositions())(*arguments)
@@ -61,7 +61,7 @@ def trace_joint(
     Returns:
         (arguments, gradients of results) -> (results, gradient of every argument or None).
     """
-    mode = _fake_mode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     arguments = _fake(mode, inputs, lowering.device, differentiated)
     has_gradient = [spec is not None for spec in tangents]
     seeds = _fake(mode, [spec for spec in tangents if spec is not None], lowering.device)
@@ -112,10 +112,6 @@ def _dispatched(lowering: Lowering, is_differentiated: bool) -> Generator[None]:
         preserve_node_meta(),
     ):
         yield
-
-
-def _fake_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _fake(

@@ -16,9 +16,10 @@ This module must not know about ranks, schedules or how graphs are executed.
 """
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Container, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Generator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -185,7 +186,7 @@ def _differentiated_inputs(spec: StageSpec) -> list[int]:
 def _tangents(spec: StageSpec) -> list[TensorSpec | None]:
     """The gradients that the stage gets, by its outputs."""
     found = [port.spec if port.grad_sources else None for port in spec.outputs]
-    found += [None] * (len(spec.results) + len(spec.new_buffers))
+    found += [None] * (spec.num_plain - len(found))
     return found + [TensorSpec.of(n.meta["val"]) for n in outputs_of(spec.graph)[len(found) :]]
 
 
@@ -211,14 +212,12 @@ def _stage_function(spec: StageSpec, lowering: Lowering) -> Callable[..., list[t
 
 def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     """A copy of the graph whose device constants name the device, in operators that it has."""
-    copy = fx.Graph()
-    output = copy.graph_copy(graph, val_map={})
-    copy.output(output)
+    made = copy.deepcopy(graph)
 
     def moved(value: Any) -> Any:
         return lowering.device if isinstance(value, torch.device) else value
 
-    for node in copy.nodes:
+    for node in made.nodes:
         if node.op == "call_function":
             own = applied(node.target, lambda part: _on_device(part, lowering))
             own = own or collectives.lowered(node.target)
@@ -232,15 +231,14 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")
             }
-    return copy
+    return made
 
 
 def _lower_forward_only(
     spec: StageSpec, inputs: tuple[TensorSpec, ...], lowering: Lowering
 ) -> LoweredStage:
     graph = simplify(trace_alone(_stage_function(spec, lowering), inputs, lowering))
-    num_outputs = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
-    set_outputs(graph, outputs_of(graph.graph)[:num_outputs])
+    set_outputs(graph, outputs_of(graph.graph)[: spec.num_plain])
     lowering.expand(graph)
     return LoweredStage(spec, graph, inputs)
 
@@ -253,87 +251,55 @@ def _lower_joint(
     for_speed: bool,
 ) -> LoweredStage:
     differentiated = _differentiated_inputs(spec)
-    num_plain = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
-    forward, backward = cut(num_plain + spec.num_objectives)
+    trained, others = differentiated[: len(spec.trained)], differentiated[len(spec.trained) :]
+    num_outputs = spec.num_plain + spec.num_objectives
+    forward, backward = cut(num_outputs)
     lowering.expand(forward)
     lowering.expand(backward)
-    drop_unread(forward, backward, num_plain + spec.num_objectives)
-    rebuild_views(forward, backward, num_plain + spec.num_objectives)
-    saved, saved_nodes = route_saved(forward, num_plain, spec.num_objectives)
+    drop_unread(forward, backward, num_outputs)
+    rebuild_views(forward, backward, num_outputs)
+    saved, saved_nodes = route_saved(forward, spec.num_plain, spec.num_objectives)
+    saved_specs = tuple(TensorSpec.of(n.meta["val"]) for n in saved_nodes)
+    accumulators = [accumulator_spec(inputs[i]) for i in trained]
     weights: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     if for_speed and lowering.lays_out_weights:
         fixed = [i for i, name in enumerate(spec.parameters) if name not in spec.new_buffers]
         weights = transpose_weights(forward, fixed)
-        gradients = transpose_gradients(backward, differentiated[: len(spec.trained)])
-    lowered = _assemble(
-        spec, inputs, forward, backward, saved, saved_nodes, differentiated, lowering.disguises_sums
-    )
-    return _lay_out(lowered, weights, gradients)
-
-
-def _assemble(
-    spec: StageSpec,
-    inputs: tuple[TensorSpec, ...],
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    saved: tuple[SavedValue, ...],
-    saved_nodes: Sequence[fx.Node],
-    differentiated: Sequence[int],
-    disguises_sums: bool,
-) -> LoweredStage:
-    """Wraps the derivative so that it sums gradients, seeds objectives and accumulates."""
+        gradients = transpose_gradients(backward, trained)
+        for position in gradients:
+            accumulators[position] = transposed(accumulators[position])
     grad_ports = tuple(
         (i, stage) for i, port in enumerate(spec.outputs) for stage in port.grad_sources
     )
-    saved_specs = tuple(TensorSpec.of(n.meta["val"]) for n in saved_nodes)
-    accumulators = tuple(
-        accumulator_spec(inputs[spec.parameters.index(name)]) for name in spec.trained
-    )
-    all_saved = tuple(s.among(inputs, saved_specs) for s in saved)
-    grads = tuple(spec.outputs[i].spec for i, _ in grad_ports)
-    tangents = [n for n in backward.graph.nodes if n.op == "placeholder"][len(saved) :]
-    tangents = [TensorSpec.of(node.meta["val"]) for node in tangents]
-    objectives = tuple(tangents[len(tangents) - spec.num_objectives :])
-    is_double = any(objective.dtype == torch.float64 for objective in objectives)
-    seed = TensorSpec((), torch.float64 if is_double else torch.float32)
-    wrapped = AccumulatingBackward(
-        backward,
-        num_accumulators=len(accumulators),
-        num_saved=len(saved),
-        port_of_grad=tuple(port for port, _ in grad_ports),
-        objective_specs=objectives,
-        input_specs=tuple(inputs[i] for i in differentiated[len(accumulators) :]),
-        gradients=tuple(differentiated),
-        disguises_sums=disguises_sums,
-    )
+    tangents = backward.graph.find_nodes(op="placeholder")[len(saved) :]
+    objectives = tangents[len(tangents) - spec.num_objectives :]
+    objective_specs = tuple(TensorSpec.of(node.meta["val"]) for node in objectives)
+    is_double = any(objective.dtype == torch.float64 for objective in objective_specs)
     return LoweredStage(
         spec=spec,
         forward=forward,
-        forward_inputs=inputs,
+        forward_inputs=(*inputs, *(transposed(inputs[index]) for index in weights)),
         num_saved=len(saved_nodes),
         saved=saved,
         saved_specs=saved_specs,
-        backward=wrapped,
-        backward_inputs=(*accumulators, *all_saved, *grads, seed),
-        grad_ports=grad_ports,
-    )
-
-
-def _lay_out(
-    lowered: LoweredStage, weights: tuple[int, ...], gradients: tuple[int, ...]
-) -> LoweredStage:
-    """Adapts the specs of arguments to what `layout` has changed."""
-    arguments = list(lowered.backward_inputs)
-    for position in gradients:
-        arguments[position] = transposed(arguments[position])
-    return replace(
-        lowered,
-        forward_inputs=(
-            *lowered.forward_inputs,
-            *(transposed(lowered.forward_inputs[index]) for index in weights),
+        backward=AccumulatingBackward(
+            backward,
+            num_accumulators=len(accumulators),
+            num_saved=len(saved),
+            port_of_grad=tuple(port for port, _ in grad_ports),
+            objective_specs=objective_specs,
+            input_specs=tuple(inputs[i] for i in others),
+            gradients=tuple(differentiated),
+            disguises_sums=lowering.disguises_sums,
         ),
-        backward_inputs=tuple(arguments),
+        backward_inputs=(
+            *accumulators,
+            *(s.among(inputs, saved_specs) for s in saved),
+            *(spec.outputs[i].spec for i, _ in grad_ports),
+            TensorSpec((), torch.float64 if is_double else torch.float32),  # the seed
+        ),
+        grad_ports=grad_ports,
         transposed_weights=weights,
         transposed_gradients=gradients,
     )

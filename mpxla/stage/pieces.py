@@ -266,6 +266,8 @@ def _group(
     for node in remaining:  # a tuple cannot leave its piece, its elements can
         is_element = node.target is operator.getitem
         kinds[node] = kinds[input_of(node)] if is_element else kind_of(node)
+    # Computing comes first.
+    order = sorted(set(kinds.values()), key=lambda k: (k is not ComputePiece, k.__name__))
     placed = {node for node in graph.nodes if node.op in there}
     groups: list[tuple[type[Piece], list[fx.Node]]] = []
     turns, departures = _Turns(remaining), _Departures(remaining)
@@ -273,7 +275,7 @@ def _group(
         turns.advance(placed)
         departures.advance(placed)
         allowed = [n for n in remaining if turns.allows(n) and departures.allows(n)]
-        choices = [_ready(allowed, kinds, kind, placed) for kind in _in_order(kinds.values())]
+        choices = [_ready(allowed, kinds, kind, placed) for kind in order]
         if not any(nodes for _, nodes in choices):
             turns.skip()  # something reads what two turns bring
             continue
@@ -397,11 +399,6 @@ def _await_earlier_turns(drafts: Sequence["_Draft"]) -> None:
         if turns and len(computed) >= back:
             smallest = min(computed[-back].given, key=lambda n: n.meta["val"].numel())
             draft.taken = list(dict.fromkeys((*draft.taken, smallest)))
-
-
-def _in_order(kinds: Any) -> list[type[Piece]]:
-    """The kinds that occur, computing first."""
-    return sorted(set(kinds), key=lambda kind: (kind is not ComputePiece, kind.__name__))
 
 
 def _ready(

@@ -3,7 +3,8 @@
 That is where PyTorch alone has code for an operator, or where programs do not reach other ranks.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class PiecewiseExecutable:
         """Runs the pieces; returns results that may still be computed."""
         missing = self.plan.num_values - self.plan.num_arguments
         values: list[Any] = [*arguments, *[None] * missing]
-        seeds = _Seeds(seed, self._view)
+        seeds = _seeds(seed, self._view)
         steps = zip(self.plan.pieces, self._runners, self._last_uses, strict=True)
         for index, (piece, runner, done) in enumerate(steps):
             taken = [values[number] for number in piece.inputs]
@@ -58,23 +59,15 @@ class PiecewiseExecutable:
                 values[number] = None
         return [values[number] for number in self.plan.results]
 
-    def _seed_of(self, runner: Any, seeds: "_Seeds") -> Any:
-        number = seeds.next()
+    def _seed_of(self, runner: Any, seeds: Iterator[int]) -> Any:
+        number = next(seeds)
         if isinstance(runner, HostRunner):
             return number
         return self._put([torch.tensor(number, dtype=torch.int64)])[0]
 
 
-class _Seeds:
+def _seeds(first: Any, view: Callable[[Any], torch.Tensor]) -> Iterator[int]:
     """Seeds of the random pieces of one call: two with one seed would draw the same numbers."""
-
-    def __init__(self, first: Any, view: Callable[[Any], torch.Tensor]):
-        self._first = first
-        self._view = view
-        self._count = 0
-
-    def next(self) -> int:
-        assert self._first is not None, "random programs are called with a seed"
-        number = int(self._view(self._first)) + self._count * 0x9E3779B97F4A7C15
-        self._count += 1
-        return number & 0x7FFFFFFFFFFFFFFF
+    assert first is not None, "random programs are called with a seed"
+    for number in itertools.count(int(view(first)), 0x9E3779B97F4A7C15):
+        yield number & 0x7FFFFFFFFFFFFFFF

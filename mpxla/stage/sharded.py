@@ -29,7 +29,6 @@ from mpxla.stage.cleanup import is_view
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.pieces import DEPARTURE, TURN, Turn
-from mpxla.stage.spec import TensorSpec
 
 __all__ = ["block_of", "divide_stage", "exchanges"]
 
@@ -81,7 +80,8 @@ def _divide_backward(
     assert lowered.backward is not None
     spec, derivative = lowered.spec, lowered.backward.derivative
     arguments = list(lowered.backward_inputs)
-    results = {i: position for position, i in enumerate(_trained(lowered)) if i in scattered}
+    trained = [spec.parameters.index(name) for name in spec.trained]
+    results = {i: position for position, i in enumerate(trained) if i in scattered}
     for i, position in results.items():
         arguments[position] = scattered[i].spec(arguments[position].dtype)
     argument_of = {
@@ -99,11 +99,6 @@ def _divide_backward(
     names = dict(enumerate(spec.parameters))
     _scatter(derivative, {i: scattered[i] for i in results}, dtypes, names, max_live)
     return replace(lowered, backward_inputs=tuple(arguments))
-
-
-def _trained(lowered: LoweredStage) -> list[int]:
-    """Argument of the forward of every trained parameter, in the order of the accumulators."""
-    return [lowered.spec.parameters.index(name) for name in lowered.spec.trained]
 
 
 def block_of(name: str) -> str:
@@ -136,29 +131,28 @@ def _gather(
     """Makes arguments parts, with a gather before the uses of each in every turn."""
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    position = {node: i for i, node in enumerate(graph.nodes)}
     uses = [use for i in shards for use in _uses_of(i, placeholders[i])]
-    uses.sort(key=lambda use: position[use.node])
+    uses.sort(key=lambda use: use.node)
     turns: dict[int, list[_Use]] = {}
     numbers = _turns([block_of(names[use.argument]) for use in uses])
     for use, number in zip(uses, numbers, strict=True):
         turns.setdefault(number, []).append(use)
     live = [sum(shards[i].num_elements for i in {u.argument for u in t}) for t in turns.values()]
-    wholes = {i: placeholders[i].meta["val"] for i in shards}
     for i, shard in shards.items():
-        spec = shard.spec(wholes[i].dtype)
-        placeholders[i].meta = {**placeholders[i].meta, "val": _fake(wholes[i], spec)}
+        whole = placeholders[i].meta["val"]
+        part = whole.new_empty(shard.num_own)
+        placeholders[i].meta = {**placeholders[i].meta, "val": part}
     for number, turn in turns.items():
         together = live[number] + (live[number - 1] if number else 0)
-        whole: dict[int, fx.Node] = {}
-        first = min((use.node for use in turn), key=position.__getitem__)
+        wholes: dict[int, fx.Node] = {}
+        first = min(use.node for use in turn)
         for use in turn:
             i = use.argument
-            if i not in whole:
+            if i not in wholes:
                 meta = Turn(number, together > max_live, names[i])
                 with graph.inserting_before(first):
-                    whole[i] = _gathered(graph, placeholders[i], shards[i], wholes[i], meta)
-            _rewire(graph, use, placeholders[i], whole[i])
+                    wholes[i] = _gathered(graph, placeholders[i], shards[i], meta)
+            _rewire(graph, use, placeholders[i], wholes[i])
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
@@ -190,27 +184,19 @@ def _turns(blocks: Sequence[str]) -> list[int]:
     return turns
 
 
-def _gathered(
-    graph: fx.Graph, part: fx.Node, shard: FlatShard, whole: torch.Tensor, turn: Turn
-) -> fx.Node:
+def _gathered(graph: fx.Graph, part: fx.Node, shard: FlatShard, turn: Turn) -> fx.Node:
     """The whole parameter of a part; the graph's insertion point is where it goes."""
     length = shard.length * shard.size
     # On all ranks if on any: what has to be computed before a gather decides on the piece that the
     # gather is in, and ranks that have it in different pieces gather different tensors together.
     flat = part if length == shard.num_elements else _padded(graph, part, shard.length)
-    node = _call(
-        graph,
-        _c10d.all_gather_into_tensor.default,
-        (flat, shard.size, SHARDING_GROUP),
-        _fake(whole, TensorSpec((length,), whole.dtype)),
-    )
+    gather = _c10d.all_gather_into_tensor.default
+    node = _call(graph, gather, flat, shard.size, SHARDING_GROUP)
     node.meta[TURN] = turn
-    node = _call(graph, _c10d.wait_tensor.default, (node,), node.meta["val"])
-    count = shard.num_elements
-    if count < length:
-        spec = TensorSpec((count,), whole.dtype)
-        node = _call(graph, _aten.slice.Tensor, (node, 0, 0, count), _fake(whole, spec))
-    return _call(graph, _aten.view.default, (node, list(shard.whole)), whole)
+    node = _call(graph, _c10d.wait_tensor.default, node)
+    if shard.num_elements < length:
+        node = _call(graph, _aten.slice.Tensor, node, 0, 0, shard.num_elements)
+    return _call(graph, _aten.view.default, node, list(shard.whole))
 
 
 def _rewire(graph: fx.Graph, use: _Use, part: fx.Node, whole: fx.Node) -> None:
@@ -241,10 +227,8 @@ def _scatter(
     """
     graph = module.graph
     results = outputs_of(graph)
-    position = {node: i for i, node in enumerate(graph.nodes)}
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    order = [i for i in shards if results[i] is not None]
-    order.sort(key=lambda i: position[results[i]])
+    order = sorted((i for i in shards if results[i] is not None), key=results.__getitem__)
     turns = _turns([block_of(names[i]) for i in order])
     live = [0] * (max(turns, default=0) + 2)
     for i, turn in zip(order, turns, strict=True):
@@ -263,26 +247,20 @@ def _scatter(
 def _scattered(
     graph: fx.Graph, gradient: fx.Node, shard: FlatShard, dtype: torch.dtype, turn: Turn
 ) -> fx.Node:
-    value, count = gradient.meta["val"], shard.num_elements
     node = gradient
-    if value.dtype != dtype:
-        wide = _fake(value, TensorSpec(tuple(value.shape), dtype))
-        node = _call(graph, _aten._to_copy.default, (node,), wide, {"dtype": dtype})
-    flat = _fake(value, TensorSpec((count,), dtype))
-    options = {"memory_format": torch.contiguous_format}
-    node = _call(graph, _aten.clone.default, (node,), node.meta["val"], options)
-    node = _call(graph, _aten.view.default, (node, [count]), flat)
-    if count < shard.length * shard.size:
+    if gradient.meta["val"].dtype != dtype:
+        node = _call(graph, _aten._to_copy.default, node, dtype=dtype)
+    node = _call(graph, _aten.clone.default, node, memory_format=torch.contiguous_format)
+    node = _call(graph, _aten.view.default, node, [shard.num_elements])
+    if shard.num_elements < shard.length * shard.size:
         node = _padded(graph, node, shard.length * shard.size)
-    part = _fake(value, TensorSpec((shard.length,), dtype))
-    arguments = (node, "sum", shard.size, SHARDING_GROUP)
-    node = _call(graph, _c10d.reduce_scatter_tensor.default, arguments, part)
+    scatter = _c10d.reduce_scatter_tensor.default
+    node = _call(graph, scatter, node, "sum", shard.size, SHARDING_GROUP)
     node.meta[DEPARTURE] = turn
-    node = _call(graph, _c10d.wait_tensor.default, (node,), part)
-    node = _call(graph, _aten.mul.Tensor, (node, 1.0 / shard.size), part)
+    node = _call(graph, _c10d.wait_tensor.default, node)
+    node = _call(graph, _aten.mul.Tensor, node, 1.0 / shard.size)
     if shard.num_own < shard.length:
-        own = _fake(value, shard.spec(dtype))
-        node = _call(graph, _aten.slice.Tensor, (node, 0, 0, shard.num_own), own)
+        node = _call(graph, _aten.slice.Tensor, node, 0, 0, shard.num_own)
     return node
 
 
@@ -290,25 +268,13 @@ def _scattered(
 
 
 def _padded(graph: fx.Graph, flat: fx.Node, length: int) -> fx.Node:
-    value = flat.meta["val"]
-    longer = _fake(value, TensorSpec((length,), value.dtype))
-    missing = length - value.shape[0]
-    return _call(graph, _aten.constant_pad_nd.default, (flat, [0, missing]), longer)
+    missing = length - flat.meta["val"].shape[0]
+    return _call(graph, _aten.constant_pad_nd.default, flat, [0, missing])
 
 
-def _call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    value: torch.Tensor,
-    kwargs: dict[str, Any] | None = None,
-) -> fx.Node:
-    node = graph.call_function(target, args, kwargs or {})
-    node.meta["val"] = value
+def _call(graph: fx.Graph, target: Any, source: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node that knows its value."""
+    node = graph.call_function(target, (source, *args), kwargs)
+    with torch.no_grad():
+        node.meta["val"] = target(source.meta["val"], *args, **kwargs)
     return node
-
-
-def _fake(like: Any, spec: TensorSpec) -> torch.Tensor:
-    """What stands for a tensor of another shape and type, on the device of a given one."""
-    with like.fake_mode:
-        return torch.empty(spec.shape, dtype=spec.dtype, device=like.device)

@@ -134,6 +134,11 @@ class StageSpec:
     num_objectives: int
 
     @property
+    def num_plain(self) -> int:
+        """How many outputs come before the objectives."""
+        return len(self.outputs) + len(self.results) + len(self.new_buffers)
+
+    @property
     def first_input(self) -> int:
         """Index of the first of `inputs` among the arguments of the forward."""
         return len(self.parameters) + len(self.buffers) + len(self.constants)

@@ -58,20 +58,16 @@ def _as_function(
     node: fx.Node, device: torch.device
 ) -> tuple[Callable[..., list[torch.Tensor]], list[TensorSpec]]:
     """The operator as a function of its tensors, and their specs."""
-    flat, structure = pytree.tree_flatten((node.args, node.kwargs))
-    places = [i for i, value in enumerate(flat) if isinstance(value, fx.Node)]
-    fixed = [device if isinstance(value, torch.device) else value for value in flat]
+    inputs = node.all_input_nodes
+    given = pytree.tree_map_only(torch.device, lambda _: device, (node.args, node.kwargs))
 
     def function(*values: torch.Tensor) -> list[torch.Tensor]:
-        filled = list(fixed)
-        for place, value in zip(places, values, strict=True):
-            filled[place] = value
-        args, kwargs = pytree.tree_unflatten(filled, structure)
+        args, kwargs = fx.map_arg(given, dict(zip(inputs, values, strict=True)).__getitem__)
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         results = pytree.tree_leaves(cast(OpOverload, node.target)(*args, **kwargs))
         return [value for value in results if isinstance(value, torch.Tensor)]
 
-    return function, [TensorSpec.of(flat[i].meta["val"]) for i in places]
+    return function, [TensorSpec.of(node.meta["val"]) for node in inputs]
 
 
 def fastest(

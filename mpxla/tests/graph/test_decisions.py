@@ -86,9 +86,9 @@ def test_a_graph_knows_its_inputs(function, ids, like, other, text):
         expected = function(model(x), given).detach()
         torch.testing.assert_close(run(step, model, [x, given])[0], expected)
         for _ in range(2):
-            assert step.decisions.change([x, given]) is None
+            assert step.decisions.follow([x, given])[0] is None
     given = torch.tensor(other)
-    change = step.decisions.change([x, given])
+    change = step.decisions.follow([x, given])[0]
     assert change.startswith("what is read of the inputs at ")
     assert torch.equal(given, torch.tensor(other)) and torch.equal(OFFSET, before)
     assert re.search(text, change), change
