@@ -52,6 +52,7 @@ from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number, numbers_in_math
 from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.questions import as_question
+from mpxla.graph.recorded import Recorded, Recording
 from mpxla.graph.sparse import refuse_sparse
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import ValueNeededError, at_user_line, explain
@@ -135,6 +136,7 @@ class BackwardRecorder:
     then, with the user's line.
 
     Attributes:
+        recording: numbers that the step leaves in Python.
         is_constant: says whether a tensor is the same in every call.
         note_backward: called when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
@@ -145,6 +147,7 @@ class BackwardRecorder:
     is_trial: bool = False
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
+    recording: Recording = field(default_factory=Recording)
 
     def show(self, tensor: Any, label: str) -> None:
         """Makes the value that a tensor has here a result of the step."""
@@ -216,6 +219,8 @@ class _Returned:
     spec: Any = None
     num_objectives: int = 0
     decisions: Decisions | None = None
+    recorded: tuple[Recorded, ...] = ()
+    numbers: tuple[int, ...] = ()
     prints: tuple[Print, ...] = ()
     semantics: StepSemantics | None = None
     modules: list[nn.Module] = field(default_factory=list)
@@ -338,6 +343,10 @@ class _StepModule(nn.Module):
                 _refuse_hidden_tensors(leaf)
                 is_plain = isinstance(leaf, (bool, int, float))
                 leaves_out.append(ResultLeaf(None, is_number=is_plain, value=leaf))
+        numbers = recorder.recording.results
+        self.returned.recorded = recorder.recording.recorded
+        self.returned.numbers = tuple(range(len(results), len(results) + len(numbers)))
+        results += numbers
         self.returned.prints = tuple(
             Print(label, len(results) + place, check)
             for place, (label, _, check) in enumerate(recorder.prints)
@@ -499,6 +508,8 @@ def _captured(
         constants=dict(zip(constants, own_tensors(constants.values()), strict=True)),
         is_training=returned.num_objectives > 0,
         decisions=returned.decisions,
+        recorded=returned.recorded,
+        numbers=returned.numbers,
         prints=returned.prints,
         reads=tuple(zip(own_tensors(tensors_read), lines, strict=True)),
         modules=tuple(returned.modules),

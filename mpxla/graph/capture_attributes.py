@@ -28,6 +28,7 @@ from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, UNKNOWN, Change, change, plain
 from mpxla.graph.reach import Outside
+from mpxla.graph.recorded import is_recordable
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.user_lines import is_model_code
@@ -164,21 +165,29 @@ class AttributeLog:
         """What was read, and changed by the step; with its first value."""
         return [read for read, _ in self._changes().values()]
 
-    def computed(self) -> dict[str, Read]:
-        """Those to which it has given a number that the model computes, by name."""
-        last = {self._name(place): value for place, (_, value) in self.written.items()}
-        return {name: read for name, (read, _) in self._changes().items() if is_number(last[name])}
+    def numbers_left(self) -> list[tuple[Read, Any]]:
+        """Those to which it has given numbers that the model computes, with the last ones."""
+        found: list[tuple[Read, Any]] = []
+        for place, (_, last) in self.written.items():
+            before = self.before[place]
+            is_open = is_simple(before) or not self._is_read(place)
+            if place[1] not in _OF_TORCH and is_open and is_recordable(last):
+                found.append((self._written_read(place), last))
+        return found
+
+    def is_read(self, name: str) -> bool:
+        """Whether an attribute was read, or a name is none of those that were written."""
+        places = [place for place in self.written if self._name(place) == name]
+        return not places or any(map(self._is_read, places))
 
     def only_written(self) -> dict[str, Read]:
         """Those that it has given plain values without reading them, by name."""
         found: dict[str, Read] = {}
         for place, (_, last) in self.written.items():
-            before, owner = self.before[place], self.names[place[0]][1]
-            is_read = place in self.first or place in self.inherited
-            if is_read or place[1] in _OF_TORCH or not (is_simple(last) and is_simple(before)):
+            if self._is_read(place) or place[1] in _OF_TORCH or is_number(last):
                 continue
-            name, put = self._name(place), partial(_put, owner, place[1])
-            found[name] = Read(name, before, partial(owner.get, place[1], MISSING), put=put)
+            if is_simple(last) and is_simple(self.before[place]):
+                found[self._name(place)] = self._written_read(place)
         return found
 
     def filled(self) -> list[tuple[Read, Any]]:
@@ -224,6 +233,15 @@ class AttributeLog:
             if is_simple(value) and is_simple(owner.get(key)):
                 _put(owner, key, value)
 
+    def _is_read(self, place: tuple[int, str]) -> bool:
+        return place in self.first or place in self.inherited
+
+    def _written_read(self, place: tuple[int, str]) -> Read:
+        """With what it was before the first write."""
+        owner, key = self.names[place[0]][1], place[1]
+        now, put = partial(owner.get, key, MISSING), partial(_put, owner, key)
+        return Read(self._name(place), self.before[place], now, put=put)
+
     def _name(self, place: tuple[int, str]) -> str:
         return f"{self.names[place[0]][0]}.{place[1]}"
 
@@ -235,7 +253,7 @@ class AttributeLog:
         for place, (line, last) in self.written.items():
             if last is _CONSTANT or last is _COMPUTED:
                 continue
-            if place not in self.first and place not in self.inherited:
+            if not self._is_read(place):
                 continue
             read = self._read(place)
             if not _is_known(read.name, read.value):

@@ -19,7 +19,7 @@ from mpxla.graph.capture_attributes import (
 )
 from mpxla.graph.plain import MISSING, change, plain
 
-__all__ = ["changed_entries", "has_no_others", "refill", "with_other_tensors"]
+__all__ = ["changed_entries", "entry", "has_no_others", "refill", "with_other_tensors"]
 
 _FILLING = 0.5
 
@@ -38,12 +38,12 @@ def changed_entries(read: Read, names: Collection[str]) -> list[Read]:
         before = {**dict.fromkeys(shown, MISSING), **before} if isinstance(shown, dict) else {}
     found: list[Read] = []
     for key, value in before.items():
-        entry = _entry(read, key, value)
-        last = entry.now()
+        part = entry(read, key, value)
+        last = part.now()
         if isinstance(value, (dict, list)):
-            found += changed_entries(entry, names)
+            found += changed_entries(part, names)
         elif is_simple(value) and is_simple(last):
-            found += [entry] if entry.name in names or change("", value, last) else []
+            found += [part] if part.name in names or change("", value, last) else []
     return found
 
 
@@ -53,7 +53,7 @@ def has_no_others(container: Read, entries: Collection[str]) -> bool:
     return bool(own) and without_counted(container, own).change() is None
 
 
-def _entry(read: Read, key: Any, value: Any) -> Read:
+def entry(read: Read, key: Any, value: Any) -> Read:
     """What is in a container."""
 
     def now() -> Any:

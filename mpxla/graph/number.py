@@ -41,7 +41,12 @@ class Number:
 
     Arithmetic with Python numbers is done in 64 bits, as Python does. Together with tensors it has
     the dtype that a Python number would lead to.
+
+    Attributes:
+        made_by: the function of Python and the numbers that it was computed of; None if it was read.
     """
+
+    made_by: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
@@ -76,13 +81,13 @@ class Number:
             raise error if read is None else read.needed(func.__name__) from error
 
     def __neg__(self) -> "Number":
-        return type(self)(-_computed(self))
+        return _made(-_computed(self), operator.neg, self)
 
     def __pos__(self) -> "Number":
-        return type(self)(_computed(self))
+        return _made(_computed(self), operator.pos, self)
 
     def __abs__(self) -> "Number":
-        return type(self)(_computed(self).abs())
+        return _made(_computed(self).abs(), abs, self)
 
     def in_python(self, name: str, operands: list[Any]) -> list[Any]:
         """Operands by which integers go as in Python; a zero may be an error there, for one."""
@@ -113,7 +118,7 @@ class NumberRead(Number):
         if not value.is_floating_point():
             return NumberRead(value) if digits is None else self._refuse("__round__")
         rounded = torch.round(value, decimals=digits or 0)
-        return NumberRead(rounded.long() if digits is None else rounded)
+        return _made(rounded.long() if digits is None else rounded, round, self, digits)
 
     def __bool__(self) -> bool:
         return bool(self.tensor)  # whoever follows the tensor may know
@@ -170,7 +175,7 @@ def numbers_in_math() -> AbstractContextManager[None]:
             if others or not issubclass(type(number), NumberRead):
                 return own(number, *others)
             found = getattr(torch, _OF_MATH[name])(_computed(number).double())
-            return NumberRead(found.long() if name in _TO_INTEGERS else found)
+            return _made(found.long() if name in _TO_INTEGERS else found, own, number)
 
         return function
 
@@ -208,6 +213,14 @@ def takes_numbers_as_tensors(func: Any) -> bool:
 def _computed(number: Number) -> torch.Tensor:
     """What arithmetic computes with: a bool is an int there."""
     return number.tensor.long() if number.tensor.dtype is torch.bool else number.tensor
+
+
+def _made(tensor: torch.Tensor, function: Callable[..., Any], *of: Any) -> Any:
+    """A number that is computed of others."""
+    is_read = any(issubclass(type(value), NumberRead) for value in of)
+    found = NumberRead(tensor, is_own=True) if is_read else Number(tensor)
+    found.made_by = function, of
+    return found
 
 
 def _common_dtype(number: Number, tensors: list[torch.Tensor]) -> torch.dtype:
@@ -252,13 +265,12 @@ def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
         operands = operands[::-1] if is_reflected else operands
         if isinstance(other, torch.Tensor):
             return function(*operands)
+        given = (other, self) if is_reflected else (self, other)
         if name == "truediv" or any(map(_is_float, operands)):
             operands = [v.double() if isinstance(v, torch.Tensor) else v for v in operands]
         elif name in _OF_INTEGERS and not (isinstance(operands[1], int) and operands[1] > 0):
             operands = self.in_python(name, operands)
-        found = function(*operands)
-        is_read = isinstance(self, NumberRead) or isinstance(other, NumberRead)
-        return NumberRead(found, is_own=True) if is_read else Number(found)
+        return _made(function(*operands), function, *given)
 
     return method
 
@@ -275,7 +287,7 @@ def _comparison(name: str) -> Callable[..., Any]:
             return function(self.tensor, other)
         if is_number(other) or type(other) in (bool, int, float):
             value = _computed(other) if is_number(other) else other
-            return NumberRead(function(_computed(self), value), is_own=True)
+            return _made(function(_computed(self), value), function, self, other)
         return NotImplemented
 
     return method

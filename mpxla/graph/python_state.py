@@ -21,7 +21,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ from mpxla.graph.counted import (
     StateRead,
     as_count,
 )
-from mpxla.graph.number import is_number
+from mpxla.graph.left_numbers import RecordRead, is_plain_number
 from mpxla.graph.plain import Change
 from mpxla.graph.stepgraph import InputKind, StepGraph
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
@@ -76,12 +76,14 @@ class Attempt:
         own_reads: what it depends on of attributes, as far as it has not changed it.
         log: what it did with attributes.
         outer: what it names of globals and closures, but for those that are inputs.
+        computed: places to which it has given numbers that the model computes, by name.
     """
 
     step: StepGraph
     own_reads: list[Read]
     log: AttributeLog
     outer: list[Read]
+    computed: dict[str, RecordRead]
 
     def changed(self) -> dict[str, Read]:
         """Plain values that it has read and changed, by name."""
@@ -133,24 +135,19 @@ class Attempt:
 
     def _told_apart(self, reads: dict[str, Read]) -> dict[str, Read]:
         """Those that something can be put into."""
-        counts, computed = Counter(read.name for read in self.outer), self.computed()
+        counts = Counter(read.name for read in self.outer)
         return {
             name: read
             for name, read in reads.items()
             if read.put is not None and counts[name] <= 1
             if not self.log.has_constants({name})  # it is of a cache
-            and name not in computed
+            and name not in self.computed
         }
 
     def left(self) -> list[Callable[[], None]]:
         """Put back what it has left of plain values."""
         outer = [partial(_put, read, read.now()) for read in self.outer if _is_changed(read)]
         return [*self.log.left(), *outer]
-
-    def computed(self) -> dict[str, Read]:
-        """Those to which it has given a number that the model computes, by name."""
-        outer = {r.name: r for r in self.outer if is_number(r.now()) and is_simple(r.value)}
-        return outer | self.log.computed()
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,11 +203,12 @@ class PythonState:
         for put in self._left:
             put()
 
-    def judged(self, capture: Callable[[Counting], Attempt]) -> tuple[StepGraph, list[Read]]:
+    def judged(self, capture: Callable[..., Attempt]) -> tuple[StepGraph, list[Read]]:
         """The step and what it reads; attributes are then what they were before.
 
         Args:
-            capture: captures the step with attributes as they are, and some numbers as inputs.
+            capture: captures the step with attributes as they are, a `Counting` that says which
+                numbers are inputs, and places for which there are to be stand-ins.
 
         Raises:
             ValueNeededError: numbers are inputs, and the capture has no values of inputs.
@@ -222,7 +220,7 @@ class PythonState:
         finally:
             self.contents.clear()  # parameters cannot move while a copy has weak references
 
-    def _found(self, capture: Callable[[Counting], Attempt]) -> tuple[StepGraph, list[Read]]:
+    def _found(self, capture: Callable[..., Attempt]) -> tuple[StepGraph, list[Read]]:
         while self._may_count:
             try:
                 first = capture(Counting(self._followed))
@@ -243,7 +241,7 @@ class PythonState:
                 more |= _all_of(LeftRead, first.log.only_written())
             if not more:
                 try:
-                    return self._judged(first, lambda: capture(Counting(self._followed)))
+                    return self._judged(first, lambda *a: capture(Counting(self._followed), *a))
                 except _FlagError as error:
                     more = _all_of(StateRead, error.flags)
             goes_on = partial(_goes_on, lambda: capture(Counting()))
@@ -254,7 +252,7 @@ class PythonState:
                 self.stop_counting()
             else:
                 self._followed |= more
-        return self._judged(capture(Counting()), lambda: capture(Counting()))
+        return self._judged(capture(Counting()), lambda *a: capture(Counting(), *a))
 
     def _refill(self) -> None:
         """Gives containers what they held before captures."""
@@ -265,16 +263,14 @@ class PythonState:
         self.contents.clear()
 
     def _judged(
-        self, first: Attempt, capture: Callable[[], Attempt]
+        self, first: Attempt, capture: Callable[..., Attempt]
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
+        first, records = self._recorded(first, capture)
+        capture = partial(capture, records)
         changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
-        reads = [*kept([*outer, *first.own_reads]), *self._followed.values()]
-        computed = first.computed()
-        if computed:
-            _refuse_computed(first, computed, capture)
-            reads += computed.values()
-            changed = {name: read for name, read in changed.items() if name not in computed}
+        changed = {name: read for name, read in changed.items() if name not in records}
+        reads = [*kept([*outer, *first.own_reads]), *self._followed.values(), *records.values()]
         left = first.left()
         try:
             once, counts = self._once(first, changed, capture) if changed else ([], set())
@@ -288,6 +284,42 @@ class PythonState:
             first.log.warn(name for name in changed if name in counts)
         self._left = left
         return first.step, [*reads, *once]
+
+    def _recorded(
+        self, first: Attempt, capture: Callable[..., Attempt]
+    ) -> tuple[Attempt, dict[str, RecordRead]]:
+        """Captures with stand-ins in the places that get numbers which the model has computed.
+
+        Returns:
+            The capture to go on with, and the places with what is recorded there.
+
+        Raises:
+            CaptureError: the step goes by what is there.
+        """
+        found = {one.name: one for one in first.step.recorded}
+        computed = {name: read for name, read in first.computed.items() if name in found}
+        if not any(map(first.log.is_read, computed)):
+            return first, {n: replace(r, recorded=found[n]) for n, r in computed.items()}
+        restore(first.log, first.outer)
+        self._refill()
+        try:
+            again = capture(computed)
+        except Exception:  # of stand-ins, which Python needs the values of
+            again = None
+        later = {} if again is None else {one.name: one for one in again.step.recorded}
+        if again is None or later.keys() != found.keys() or not _is_same(first.step, again.step):
+            name = min(computed)
+            raise CaptureError(
+                f"The step function computes with {name}, and gives it a number that the model has "
+                f"computed{first.log.line(name)}, by which the next microbatch would go. Make it a "
+                f"buffer: register_buffer with a tensor, then self.name.copy_(value)."
+            )
+        records: dict[str, RecordRead] = {}
+        for name, read in computed.items():
+            is_first = not (read.is_more or is_plain_number(read.value))
+            known = found[name] if is_first else None
+            records[name] = replace(read, recorded=later[name], first=known)
+        return again, records
 
     def _once(
         self, first: Attempt, changed: dict[str, Read], capture: Callable[[], Attempt]
@@ -378,33 +410,6 @@ def _put(read: Read, value: Any) -> None:
 
 def _is_same(one: StepGraph, other: StepGraph) -> bool:
     return lines_of(one) == lines_of(other) and _outputs(one) == _outputs(other)
-
-
-def _refuse_computed(
-    first: Attempt, computed: dict[str, Read], capture: Callable[[], Attempt]
-) -> None:
-    """Captures with other numbers in the place of those that the model has computed.
-
-    Raises:
-        CaptureError: the step then is another one.
-    """
-    left = first.left()
-    restore(first.log, first.outer)
-    for name, read in computed.items():
-        _put(read, type(read.value)(2 * (read.value or 0) + 3))
-        is_same = _comes_again(first, capture)
-        _put(read, read.value)
-        if not is_same:
-            raise CaptureError(
-                f"The step function computes with {name}, and gives it a number that the model has "
-                f"computed{first.log.line(name)}, by which the next microbatch would go. Make it a "
-                f"buffer: register_buffer with a tensor, then self.name.copy_(value)."
-            )
-    for put in left:
-        put()
-    for read in computed.values():
-        _put(read, read.value)
-    first.log.warn(computed)
 
 
 def _comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:

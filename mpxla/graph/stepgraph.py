@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from mpxla.graph.decisions import Decisions
+from mpxla.graph.recorded import Recorded
 from mpxla.graph.typed import outputs_of, schema_of
 from mpxla.graph.user_code import line_of
 
@@ -145,7 +146,9 @@ class StepGraph:
         constants: values of the CONSTANT placeholders: the user's own tensors, which may change.
         is_training: whether the step calls `model.backward`.
         decisions: what Python has read of the inputs; None if it was nothing.
-        prints: results that are for `smp.debug_print`, after those that the step returns.
+        recorded: numbers of the model that the step leaves in Python.
+        numbers: indices of the results that these are computed of, after what the step returns.
+        prints: results that are for `smp.debug_print`, after all others.
         reads: the user's own tensors whose values Python has read, with the user's lines.
         modules: those that the step uses and no distributed model holds.
         looking: parameters with hooks that are called with the gradient when the step has run.
@@ -161,6 +164,8 @@ class StepGraph:
     constants: Mapping[str, torch.Tensor]
     is_training: bool
     decisions: Decisions | None = None
+    recorded: tuple[Recorded, ...] = ()
+    numbers: tuple[int, ...] = ()
     prints: tuple[Print, ...] = ()
     reads: tuple[tuple[torch.Tensor, str], ...] = ()
     modules: tuple[nn.Module, ...] = ()

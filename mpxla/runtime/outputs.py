@@ -16,9 +16,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.errors import StepError
+from mpxla.graph.left_numbers import RecordRead
 from mpxla.graph.stepgraph import ResultLeaf, StepGraph
 
-__all__ = ["Part", "StepOutput", "build_outputs", "differ_in_form"]
+__all__ = ["Part", "StepOutput", "build_outputs", "differ_in_form", "leave_numbers"]
 
 
 class StepOutput:
@@ -94,12 +95,16 @@ class Part:
         structure: their pytree structure.
         microbatches: their numbers in the call.
         results: by their index; each gives its tensors, one per microbatch, and may wait.
+        records: places in Python that get numbers of the model.
+        numbers: indices of the results that these are computed of.
     """
 
     leaves: Sequence[ResultLeaf]
     structure: Any
     microbatches: Sequence[int]
     results: Mapping[int, Callable[[], list[torch.Tensor]]]
+    records: Sequence[RecordRead] = ()
+    numbers: Sequence[int] = ()
 
 
 def build_outputs(
@@ -150,6 +155,36 @@ def build_outputs(
 
     values = [value_of(place, leaf) for place, leaf in enumerate(parts[0].leaves)]
     return pytree.tree_unflatten(values, parts[0].structure)
+
+
+def leave_numbers(
+    parts: Sequence[Part],
+    own: slice,
+    publish: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> None:
+    """Gives places in Python what the microbatches `own` leave there (`graph/recorded.py`)."""
+    wanted = range(sum(len(part.microbatches) for part in parts))[own]
+    turns: list[tuple[int, Part, list[Any]]] = []
+    for part in (part for part in parts if part.records):
+        columns = [[v.item() for v in publish(part.results[i]())] for i in part.numbers]
+        rows = zip(*columns, strict=True) if columns else ([] for _ in part.microbatches)
+        turns += ((n, part, list(row)) for n, row in zip(part.microbatches, rows, strict=True))
+    reads = {read.name: read for _, part, _ in turns for read in part.records}
+    more = {name: list[Any]() for name, read in reads.items() if read.is_more}
+    left = {name: read.now() for name, read in reads.items()}
+    for number, part, results in sorted(turns, key=lambda turn: turn[0]):
+        if number in wanted:
+            after = {read.name: read.after(results, left) for read in part.records}
+            for name, value in after.items():
+                if name in more:
+                    more[name] += value
+                else:
+                    left[name] = value
+    for name, read in reads.items():
+        if name in more:
+            read.now().extend(more[name])
+        elif read.put is not None:
+            read.put(left[name])
 
 
 def differ_in_form(steps: Sequence[StepGraph]) -> str | None:

@@ -23,7 +23,7 @@ from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
 from mpxla.runtime.call import Call
 from mpxla.runtime.gradient_looks import show_gradients
-from mpxla.runtime.outputs import Part, build_outputs
+from mpxla.runtime.outputs import Part, build_outputs, leave_numbers
 from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.plans import MAX_PLANS, Plan
 from mpxla.runtime.recorder import Recorder
@@ -92,14 +92,21 @@ class CallRunner:
         passes[-1].plan.runner.scale_rows(found[-1])
         self._end(recorder)
         parts = [
-            Part(step.result_leaves, step.result_spec, ran.microbatches, ran.results)
+            Part(
+                *(step.result_leaves, step.result_spec, ran.microbatches, ran.results),
+                *(one.plan.records, step.numbers),
+            )
             for one, ran in zip(passes, found, strict=True)
             for step in [one.plan.runner.plan.cut.step]
         ]
         return parts, found
 
     def outputs(self, parts: Sequence[Part], own: slice) -> Any:
-        """What the step function returns, of the microbatches that this rank brought."""
+        """What the step function returns, of the microbatches that this rank brought.
+
+        Numbers of the model are then where the function leaves them.
+        """
+        leave_numbers(parts, own, self._backend.publish)
         return build_outputs(parts, own, self._backend.publish, self._backend.adopt)
 
     def ask(self, question: Pass, seed: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ import torch
 
 from mpxla.graph.counted import CountRead, FollowedRead, as_count
 from mpxla.graph.decisions import Decisions
+from mpxla.graph.left_numbers import RecordRead
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.questions import state_read
 from mpxla.log import get_logger
@@ -78,6 +79,11 @@ class Plan:
     def followed(self) -> dict[str, FollowedRead]:
         """All places that are followed from one microbatch to the next, by name."""
         return {read.name: read for read in self.view.reads if isinstance(read, FollowedRead)}
+
+    @cached_property
+    def records(self) -> list[RecordRead]:
+        """Places that get numbers of the model."""
+        return [read for read in self.view.reads if isinstance(read, RecordRead)]
 
     @cached_property
     def asks_of(self) -> set[str]:

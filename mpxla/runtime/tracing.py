@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import Known, capture_step, with_values_if_needed
+from mpxla.graph.capture import (
+    Known,
+    capture_step,
+    current_recorder,
+    with_values_if_needed,
+)
 from mpxla.graph.capture_attributes import (
     Read,
     attributes_noted,
@@ -28,9 +33,11 @@ from mpxla.graph.capture_sources import (
 )
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
+from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
 from mpxla.graph.parameter_attributes import NewAttributesError
 from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.reach import outside, places
+from mpxla.graph.recorded import Recording
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept
@@ -140,25 +147,33 @@ class Tracing:
         given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
         own = [(f"argument {path}", value) for path, value in self.objects.items()]
 
-        def run(leaves: Sequence[torch.Tensor], counting: Counting) -> Any:
+        def run(
+            leaves: Sequence[torch.Tensor],
+            counting: Counting,
+            stand_ins: StandIns,
+            note: Callable[[], None],
+        ) -> Any:
             end = len(leaves) - len(counting.counts)
             if draws is not None:
                 draws.begin(leaves[end - len(signature.draws) : end])
             args, kwargs = fill(signature, leaves, given)
             counting.begin(leaves[end:])
+            stand_ins.begin(model)
             try:
                 return function(*args, **kwargs)
             finally:
+                stand_ins.end()
+                note()
                 counting.end()
 
-        def capture(counting: Counting) -> StepGraph:
+        def capture(counting: Counting, stand_ins: StandIns, note: Callable[[], None]) -> StepGraph:
             names = self.states.current_names()
             asked, values = replace(signature, counts=counting.counts), known
             if values is not None:
                 values = replace(values, values=(*values.values, *counting.values))
             try:
                 return capture_step(
-                    partial(run, counting=counting),
+                    partial(run, counting=counting, stand_ins=stand_ins, note=note),
                     model,
                     asked.tensor_leaves,
                     names,
@@ -170,18 +185,27 @@ class Tracing:
             except NewAttributesError as error:
                 for found in error.attributes:
                     found.start()
-            return capture(counting)
+            return capture(counting, stand_ins, note)
 
-        def attempt(counting: Counting) -> Attempt:
+        def attempt(counting: Counting, records: Mapping[str, RecordRead] = {}) -> Attempt:
             if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
-            found, counted = outside(function, model), counting.names
+            found, counted = outside(function, model), counting.names | records.keys()
             values = (read for read in outside_values(found) if read.name not in counted)
             reads = [without_counted(read, counted) for read in values]
             for read in reads:
                 note_content(read.now(), self.state.contents)
             reached = places(found, model)
             objects = [*((place.name, place.value) for place in found.places), *own]
+            stand_ins, computed = StandIns(records), dict[str, RecordRead]()
+
+            def note() -> None:
+                left = [*stand_ins.left, *numbers_left(log, reads, self.state.contents)]
+                computed.update((read.name, read) for read, _ in left)
+                recorder = current_recorder()
+                assert recorder is not None, "the function runs in a capture"
+                recorder.recording = Recording({r.name: (value, r.is_more) for r, value in left})
+
             with (
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(reached),
@@ -189,8 +213,8 @@ class Tracing:
                 attributes_noted(model, objects, found.names, counted, self.state.contents) as log,
             ):
                 try:
-                    step = capture(counting)
-                    return Attempt(step, log.reads(), log, reads)
+                    step = capture(counting, stand_ins, note)
+                    return Attempt(step, log.reads(), log, reads, computed)
                 except BaseException:
                     restore(log, reads)
                     raise

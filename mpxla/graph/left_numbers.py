@@ -1,0 +1,194 @@
+"""Places outside of its arguments where a step function leaves numbers of the model (`recorded.py`).
+
+Attributes, globals, entries of dictionaries and lists, and what it appends to lists. A capture
+finds them, and gives them back what they held. In another one they hold stand-ins, so that it shows
+whether the step goes by them, and how one microbatch goes on from the one before it.
+
+This module must not know how captures are judged.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mpxla.graph.capture_attributes import CONTAINERS, AttributeLog, Read, is_simple
+from mpxla.graph.container_state import entry, refill
+from mpxla.graph.plain import MISSING, Change
+from mpxla.graph.recorded import Before, Recorded, is_recordable
+
+__all__ = ["RecordRead", "StandIns", "is_plain_number", "numbers_left"]
+
+_MANY = 1024
+"""So many stand-ins are in a list. Code that lets go of the oldest ones then does."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecordRead(Read):
+    """A place that gets numbers of the model.
+
+    Attributes:
+        is_more: whether they are appended to what is there.
+        recorded: what a microbatch leaves there.
+        first: the same where it finds no number; None if that is not known.
+    """
+
+    is_more: bool = False
+    recorded: Recorded | None = None
+    first: Recorded | None = None
+
+    def change(self) -> Change | None:
+        """Whether the program cannot go on from what is there."""
+        now = self.now()
+        if self.is_more:
+            is_known = type(now) is type(self.value)
+        else:
+            goes_on = self.recorded is not None and self.recorded.goes_on
+            is_known = not goes_on or self.first is not None or is_plain_number(now)
+        return None if is_known else Change(self.name, self.value, now)
+
+    def after(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
+        """What a microbatch leaves there, or appends; see `Recorded.of`."""
+        is_first = self.first is not None and not is_plain_number(left[self.name])
+        recorded = self.first if is_first else self.recorded
+        assert recorded is not None, "it was captured"
+        return recorded.of(results, left)
+
+
+class LeftNumber(NamedTuple):
+    """What a capture has left in a place."""
+
+    read: RecordRead
+    value: Any
+
+
+def is_plain_number(value: Any) -> bool:
+    """Whether it is a number of Python."""
+    return isinstance(value, (bool, int, float))
+
+
+def numbers_left(
+    log: AttributeLog, outer: Sequence[Read], contents: Sequence[tuple[Any, Any]]
+) -> list[LeftNumber]:
+    """What a step function has left, when it has run; places then are what they were.
+
+    Args:
+        log: what it did with attributes.
+        outer: what it names of globals and closures.
+        contents: containers, with copies of what they held.
+    """
+    held = {id(container): before for container, before in contents}
+    found = [_of(read, last) for read, last in log.numbers_left()]
+    for read in outer:
+        now = read.now()
+        if read.put is not None and is_simple(read.value) and is_recordable(now):
+            found.append(_of(read, now))
+    for read in (*outer, *(read for read, _ in log.filled())):
+        found += _in_container(read, held)
+    counts = Counter(one.read.name for one in found)
+    found = [one for one in found if counts[one.read.name] == 1]  # others cannot be told apart
+    for read, _ in found:
+        _put_back(read)
+    return found
+
+
+def _of(read: Read, value: Any, is_more: bool = False) -> LeftNumber:
+    own = RecordRead(read.name, read.value, read.now, read.names, read.put, is_more)
+    return LeftNumber(own, value)
+
+
+def _in_container(read: Read, held: Mapping[int, Any]) -> list[LeftNumber]:
+    now = read.now()
+    before = held.get(id(now))
+    if before is None:
+        return []
+    if not isinstance(now, dict):
+        more = _appended(before, now)
+        if more is None:
+            return []
+        if more:
+            whole = Read(read.name, before, read.now, read.names)
+            return [_of(whole, more, is_more=True)] if all(map(is_recordable, more)) else []
+    found: list[LeftNumber] = []
+    for key, value in now.items() if isinstance(now, dict) else enumerate(now):
+        old = before.get(key, MISSING) if isinstance(before, dict) else before[key]
+        part = entry(read, key, old)
+        if isinstance(value, CONTAINERS) and value is old:
+            found += _in_container(part, held)
+        elif value is not old and is_simple(old) and is_recordable(value):
+            found.append(_of(part, value))
+    return found
+
+
+def _appended(before: Sequence[Any], now: Any) -> list[Any] | None:
+    """What was put at the end of a list or deque, which may be full; None if more has changed."""
+    given, held = list(before), list(now)
+    is_full = getattr(now, "maxlen", None) == len(held)
+    for count in range(len(held) + 1) if is_full else [len(held) - len(given)]:
+        kept = held[: len(held) - count]
+        if count >= 0 and len(kept) <= len(given):
+            pairs = zip(kept, given[len(given) - len(kept) :], strict=True)
+            if all(one is other for one, other in pairs):
+                return held[len(kept) :]
+    same = len(held) == len(given)
+    return [] if same else None
+
+
+def _put_back(read: RecordRead) -> None:
+    if read.is_more:
+        refill(read.now(), read.value)
+    elif read.put is not None:
+        read.put(read.value)
+
+
+class StandIns:
+    """Puts stand-ins into places while a step is captured, and sees what is left there.
+
+    Args:
+        reads: the places, by name.
+
+    Attributes:
+        left: what the last capture has left in those that it has changed.
+    """
+
+    def __init__(self, reads: Mapping[str, RecordRead]):
+        self._reads = reads
+        self._given: dict[str, Any] = {}
+        self.left: list[LeftNumber] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """Before the function runs; the model says nothing of values."""
+        # What follows from a parameter is known to nobody: to go by it is an error.
+        some = next((p for p in model.parameters() if p.numel()), None)
+        for name, read in self._reads.items():
+            value = torch.zeros((), dtype=torch.float64)
+            if some is not None:
+                value = value + some.detach().reshape(-1)[0].double()
+            stand_in, now = Before(name, value), read.now()
+            if read.is_more:
+                now.extend([stand_in] * _MANY)
+                self._given[name] = list(now)
+            elif is_plain_number(now) or now is None or now is MISSING:
+                self._given[name] = stand_in
+                _put(read, stand_in)
+
+    def end(self) -> None:
+        """After it, also where it has raised: places are what they were."""
+        self.left = []
+        for name, read in self._reads.items():
+            now, given = read.now(), self._given.pop(name, read.value)
+            if read.is_more:
+                more = _appended(given, now)
+                if more and all(map(is_recordable, more)):
+                    self.left.append(LeftNumber(read, more))
+            elif now is not given:
+                self.left.append(LeftNumber(read, now))
+            _put_back(read)
+
+
+def _put(read: Read, value: Any) -> None:
+    assert read.put is not None, "such places can be put back"
+    read.put(value)

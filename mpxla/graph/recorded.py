@@ -1,0 +1,139 @@
+"""Numbers of the model that a step function leaves in Python, to be seen when it has run.
+
+    self.last = loss.item()                      what the last microbatch gives
+    self.total += loss.item()                    every microbatch adds to it
+    losses.append(round(loss.item(), 4))         one more for each
+
+While the step is captured they have no values. What `.item()` has read becomes results of the step,
+and how Python goes on from there is written down (`number.py`): when the step has run, it is
+computed once more for each microbatch, in order. The step itself must not go by what is left there,
+which `python_state.py` sees to.
+
+This module must not know how a step is captured or run, nor where things are left.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from mpxla.graph.number import Number, NumberRead, is_number
+
+__all__ = ["Before", "Recorded", "Recording", "is_recordable"]
+
+
+class Before(NumberRead):
+    """Stands for what is in a place before a microbatch, which the step must not go by."""
+
+    def __init__(self, name: str, tensor: torch.Tensor):
+        super().__init__(tensor)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A number that is a result of the step."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What is in a place before a microbatch."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What a function of Python makes of terms."""
+
+    function: Callable[..., Any]
+    terms: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one microbatch leaves in a place.
+
+    Attributes:
+        name: of the place.
+        value: plain data with terms in the places of numbers.
+        is_more: whether the value is a list of what is appended.
+    """
+
+    name: str
+    value: Any
+    is_more: bool
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it depends on what was there before."""
+        return any(map(_has_left, pytree.tree_leaves(self.value)))
+
+    def of(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
+        """The value.
+
+        Args:
+            results: the numbers among the step's results.
+            left: what is in places before the microbatch, by name.
+        """
+
+        def value(term: Any) -> Any:
+            if isinstance(term, _Result):
+                return results[term.place]
+            if isinstance(term, _Left):
+                return left[term.name]
+            return term.function(*map(value, term.terms)) if isinstance(term, _Computed) else term
+
+        return pytree.tree_map(value, self.value)
+
+
+class Recording:
+    """Writes down what one capture leaves, and which numbers of the step that takes.
+
+    Args:
+        left: name of a place -> (what is left there, whether it is appended).
+    """
+
+    def __init__(self, left: Mapping[str, tuple[Any, bool]] | None = None) -> None:
+        self._places: dict[int, int] = {}
+        self._numbers: list[Number] = []
+        self.recorded = tuple(
+            Recorded(name, pytree.tree_map(self._term, value), is_more)
+            for name, (value, is_more) in sorted((left or {}).items())
+        )
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """What the step has to return, of shape []."""
+        return [number.tensor.clone() for number in self._numbers]
+
+    def _term(self, value: Any) -> Any:
+        if not is_number(value):
+            return value
+        if issubclass(type(value), Before):
+            return _Left(value.name)
+        if value.made_by is not None:
+            function, of = value.made_by
+            return _Computed(function, tuple(map(self._term, of)))
+        if id(value) not in self._places:
+            self._places[id(value)] = len(self._numbers)
+            self._numbers.append(value)
+        return _Result(self._places[id(value)])
+
+
+def is_recordable(value: Any) -> bool:
+    """Whether it is plain data with numbers of the model in it."""
+    leaves = pytree.tree_leaves(value)
+    plain = (bool, int, float, str, NoneType)
+    return any(map(is_number, leaves)) and all(isinstance(leaf, plain) for leaf in leaves)
+
+
+def _has_left(term: Any) -> bool:
+    if isinstance(term, _Computed):
+        return any(map(_has_left, term.terms))
+    return isinstance(term, _Left)
