@@ -8,11 +8,9 @@ so. This module must not know what is done with what was read.
 
 import contextlib
 import copy
-import sys
 import types
-from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,19 +23,18 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.held_objects import Held, ObjectRead, held_objects
 from mpxla.graph.number import is_number
-from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, UNKNOWN, Change, change, plain
+from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, UNKNOWN, Read, change, plain
 from mpxla.graph.reach import Outside
 from mpxla.graph.recorded import is_recordable
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
-from mpxla.user_lines import is_model_code
 
 __all__ = [
     "CONTAINERS",
     "PLAIN_CONTAINERS",
     "AttributeLog",
-    "Read",
     "attributes_noted",
     "is_simple",
     "kept",
@@ -53,36 +50,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
 PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict, Counter)
 """Those that only hold what was put there."""
-_MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
-"""CPython's flags of types."""
-_DEPTH, _MOST_OBJECTS = 4, 2000
-"""How far objects inside objects are looked for."""
-
-
-@dataclass(frozen=True, eq=False)
-class Read:
-    """A value that a step read.
-
-    Attributes:
-        name: for the user.
-        value: what it was, as `plain` copies it.
-        now: gives what it is.
-        names: as for `plain`.
-        put: puts a value in its place; None where nothing can.
-    """
-
-    name: str
-    value: Any
-    now: Callable[[], Any]
-    names: Set[str] = frozenset()
-    put: Callable[[Any], None] | None = None
-
-    def change(self) -> Change | None:
-        """How it has changed; None if it is what it was."""
-        now = self.now()
-        if now is self.value:  # as nearly always
-            return None
-        return change(self.name, self.value, plain(now, self.names))
+_MOST_OBJECTS = 2000
+"""In a container that is looked into."""
 
 
 @dataclass
@@ -90,7 +59,7 @@ class AttributeLog:
     """What a step function did with attributes of modules and objects.
 
     Attributes:
-        names: name of an object by the id of its table of attributes.
+        held: objects by the id of their tables of attributes.
         texts: in the code that may read them, as for `plain`.
         first: values at the first read, by table's id and attribute.
         written: the user's line of the first write, and the value of the last one, of tensors
@@ -103,7 +72,7 @@ class AttributeLog:
         contents: containers with what they held before the step.
     """
 
-    names: dict[int, tuple[str, dict[str, Any]]]
+    held: dict[int, Held]
     texts: Set[str] = frozenset()
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
@@ -116,7 +85,7 @@ class AttributeLog:
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
         place = id(owner), key
-        if place in self.first or place in self.written or id(owner) not in self.names:
+        if place in self.first or place in self.written or id(owner) not in self.held:
             return
         if key not in _OF_TORCH and not self._is_counted(place) and not is_number(value):
             self.first[place] = plain(value, self.texts)
@@ -127,15 +96,18 @@ class AttributeLog:
     def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
         """Notes a read of an attribute that an object has from its class, until it gets its own."""
         place = id(owner), key
-        if place in self.inherited or id(owner) not in self.names or self._is_counted(place):
+        if place in self.inherited or id(owner) not in self.held or self._is_counted(place):
             return
         if is_number(value):  # an attribute of the class that is an input
             return
         if isinstance(value, FUNCTIONS) or getattr(kind, key, MISSING) is not value:
             return  # a method, or what a property has computed
 
+        held = self.held[id(owner)]
+
         def now() -> Any:
-            return owner[key] if key in owner else getattr(kind, key, MISSING)
+            own = held.get(key)
+            return getattr(kind, key, MISSING) if own is MISSING else own
 
         name = self._name(place)
         self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
@@ -143,7 +115,7 @@ class AttributeLog:
     def note_write(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a write, with the line."""
         place = id(owner), key
-        if id(owner) in self.names and not self._is_counted(place):
+        if id(owner) in self.held and not self._is_counted(place):
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
             self.before.setdefault(place, owner.get(key, MISSING))
@@ -159,7 +131,16 @@ class AttributeLog:
             if _is_known(self._name(place), value) and not (is_cache and value is MISSING):
                 found.append(without_counted(self._read(place), self.counted))
         changes = self._changes()
-        return [read for read in found if read.name not in changes]
+        return [*self.objects(), *(read for read in found if read.name not in changes)]
+
+    def objects(self) -> list[Read]:
+        """Objects that it has found in attributes or globals; those that hold others first."""
+        found: list[Read] = []
+        for held in self.held.values():
+            gets = [get for get, place in held.places if place is None or place in self.first]
+            if gets and not isinstance(held.value, nn.Module):
+                found.append(ObjectRead.of(held, gets))
+        return found
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""
@@ -216,34 +197,34 @@ class AttributeLog:
     def has_constants(self, names: Set[str]) -> bool:
         """Whether constant tensors were put beside something that was changed."""
         owners = {
-            self.names[place[0]][0] for place, (_, v) in self.written.items() if v is _CONSTANT
+            self.held[place[0]].name for place, (_, v) in self.written.items() if v is _CONSTANT
         }
         return any(name.rpartition(".")[0] in owners for name in names)
 
     def left(self) -> list[Callable[[], None]]:
         """Put back what the step has left of plain values in attributes."""
-        places = [(self.names[owner][1], key) for owner, key in self.before]
-        known = [(own, key, own[key]) for own, key in places if key in own]
-        return [partial(own.__setitem__, k, value) for own, k, value in known if is_simple(value)]
+        places = [(self.held[owner], key) for owner, key in self.before]
+        known = [(own, key, own.get(key)) for own, key in places]
+        return [partial(own.put, k, v) for own, k, v in known if v is not MISSING and is_simple(v)]
 
     def restore(self) -> None:
         """Gives attributes their plain values of before."""
         for (owner_id, key), value in self.before.items():
-            owner = self.names[owner_id][1]
+            owner = self.held[owner_id]
             if is_simple(value) and is_simple(owner.get(key)):
-                _put(owner, key, value)
+                owner.put(key, value)
 
     def _is_read(self, place: tuple[int, str]) -> bool:
         return place in self.first or place in self.inherited
 
     def _written_read(self, place: tuple[int, str]) -> Read:
         """With what it was before the first write."""
-        owner, key = self.names[place[0]][1], place[1]
-        now, put = partial(owner.get, key, MISSING), partial(_put, owner, key)
+        owner, key = self.held[place[0]], place[1]
+        now, put = partial(owner.get, key), partial(owner.put, key)
         return Read(self._name(place), self.before[place], now, put=put)
 
     def _name(self, place: tuple[int, str]) -> str:
-        return f"{self.names[place[0]][0]}.{place[1]}"
+        return f"{self.held[place[0]].name}.{place[1]}"
 
     def _is_counted(self, place: tuple[int, str]) -> bool:
         return bool(self.counted) and self._name(place) in self.counted
@@ -264,19 +245,11 @@ class AttributeLog:
 
     def _read(self, place: tuple[int, str]) -> Read:
         """Of an attribute that can be put back."""
-        owner, key = self.names[place[0]][1], place[1]
-        put = partial(_put, owner, key)
+        owner, key = self.held[place[0]], place[1]
+        now, put = partial(owner.get, key), partial(owner.put, key)
         if place not in self.first:
             return replace(self.inherited[place], put=put)
-        now = partial(owner.get, key, MISSING)
         return Read(self._name(place), self.first[place], now, self.texts, put)
-
-
-def _put(owner: dict[str, Any], key: str, value: Any) -> None:
-    if value is MISSING:
-        owner.pop(key, None)
-    else:
-        owner[key] = value
 
 
 def is_simple(value: Any) -> bool:
@@ -337,82 +310,32 @@ def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
 @contextlib.contextmanager
 def attributes_noted(
     model: nn.Module,
-    objects: Sequence[tuple[str, Any]] = (),
+    objects: Sequence[tuple[str, Any, Callable[[], Any]]] = (),
     texts: Set[str] = frozenset(),
     counted: Set[str] = frozenset(),
     contents: list[tuple[Any, Any]] | None = None,
+    known: dict[int, Held] | None = None,
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
     Args:
         model: whose modules count.
-        objects: other objects that count, with their names.
+        objects: name of a place with another object that counts, the object, and what gives what
+            is there later.
         texts: in the code of the step function.
         counted: names of attributes that do not count, since they are inputs.
         contents: gets containers that are read, with what they hold.
+        known: objects of earlier captures of the same call; gets those of this one.
     """
-    found = dict(_objects([("model", model), *objects]))
-    tables = {key: (name, vars(value)) for key, (name, value) in found.items()}
-    log = AttributeLog(tables, texts, counted=counted)
+    roots = [("model", model, lambda: model), *objects]
+    found = held_objects(roots, {} if known is None else known)
+    log = AttributeLog(found, texts, counted=counted)
     log.contents = log.contents if contents is None else contents
-    kinds = {type(value) for _, value in found.values() if not isinstance(value, nn.Module)}
+    kinds = {type(h.value) for h in found.values() if not isinstance(h.value, nn.Module)}
     with contextlib.ExitStack() as stack:
         for kind in (nn.Module, *kinds):
             stack.enter_context(_class_noted(kind, log))
         yield log
-
-
-def _objects(roots: Sequence[tuple[str, Any]]) -> Iterator[tuple[int, tuple[str, Any]]]:
-    """Modules and other objects whose attributes may be read, by the id of their attributes."""
-    modules = [
-        (f"{name}.{path}" if path else name, module)
-        for name, value in reversed(roots)
-        if isinstance(value, nn.Module)
-        for path, module in value.named_modules()
-    ]
-    yield from ((id(vars(module)), (name, module)) for name, module in modules)
-    seen: set[int] = set()
-    waiting = [(name, value, 0) for name, value in (*roots, *modules)]
-    for name, value, depth in waiting:  # grows
-        is_open = _has_attributes(value)
-        if id(value) in seen or len(seen) > _MOST_OBJECTS:
-            continue
-        seen.add(id(value))
-        if is_open:
-            yield id(vars(value)), (name, value)
-        if depth < _DEPTH:
-            waiting += ((n, part, depth + 1) for n, part in _parts(name, value, is_open))
-
-
-def _parts(name: str, value: Any, is_open: bool) -> list[tuple[str, Any]]:
-    """What an object or a container holds, that may hold more."""
-    if isinstance(value, dict):
-        parts = {f"{name}[{key!r}]": part for key, part in value.items()}
-    elif isinstance(value, (list, tuple)):
-        parts = {f"{name}[{place}]": part for place, part in enumerate(value)}
-    elif (is_open or isinstance(value, nn.Module)) and _may_be_a_models(type(value)):
-        parts = {f"{name}.{k}": part for k, part in vars(value).items() if k not in _OF_TORCH}
-    else:
-        return []
-    return [
-        (n, p)
-        for n, p in parts.items()
-        if isinstance(p, (dict, list, tuple)) or (_has_attributes(p) and _may_be_a_models(type(p)))
-    ]
-
-
-def _may_be_a_models(kind: type) -> bool:
-    """Whether a class is of a script or a package with models; objects of torch and here change."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is None or kind is Namespace or is_model_code(file)
-
-
-def _has_attributes(value: Any) -> bool:
-    """Whether it is an object of a class of Python code whose attributes are plain to look at."""
-    kind = type(value)
-    is_other = isinstance(value, (type, types.ModuleType, nn.Module, torch.Tensor, *FUNCTIONS))
-    is_open = kind.__flags__ & _MADE_BY_PYTHON and not kind.__flags__ & _IMMUTABLE
-    return bool(is_open) and not is_other and type(getattr(value, "__dict__", None)) is dict
 
 
 def outside_values(found: Outside) -> list[Read]:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpxla.graph.capture_attributes import Read
-from mpxla.graph.plain import Change, change
+from mpxla.graph.plain import Change, Read, change
 
 __all__ = ["ModuleRead", "ValueRead"]
 

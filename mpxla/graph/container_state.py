@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
     PLAIN_CONTAINERS,
-    Read,
     is_simple,
     without_counted,
 )
-from mpxla.graph.plain import MISSING, change, plain
+from mpxla.graph.plain import MISSING, Read, change, plain
 
 __all__ = ["changed_entries", "entry", "has_no_others", "refill", "with_other_tensors"]
 

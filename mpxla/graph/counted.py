@@ -16,10 +16,9 @@ from typing import Any, Self
 
 import torch
 
-from mpxla.graph.capture_attributes import Read
 from mpxla.graph.decisions import Written
 from mpxla.graph.number import NumberRead
-from mpxla.graph.plain import Change
+from mpxla.graph.plain import Change, Read
 
 __all__ = ["Count", "CountRead", "Counting", "FollowedRead", "LeftRead", "StateRead"]
 __all__ += ["as_count"]

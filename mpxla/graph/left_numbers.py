@@ -1,4 +1,4 @@
-"""Places outside of its arguments where a step function leaves numbers of the model (`recorded.py`).
+"""Places where a step function leaves numbers of the model (`recorded.py`).
 
 Attributes, globals, entries of dictionaries and lists, and what it appends to lists. A capture
 finds them, and gives them back what they held. In another one they hold stand-ins, so that it shows
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mpxla.graph.capture_attributes import CONTAINERS, AttributeLog, Read, is_simple
+from mpxla.graph.capture_attributes import CONTAINERS, AttributeLog, is_simple
 from mpxla.graph.container_state import entry, refill
-from mpxla.graph.plain import MISSING, Change
+from mpxla.graph.plain import MISSING, Change, Read
 from mpxla.graph.recorded import Before, Recorded, is_recordable
 
 __all__ = ["RecordRead", "StandIns", "is_plain_number", "numbers_left"]

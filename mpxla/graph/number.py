@@ -43,7 +43,7 @@ class Number:
     the dtype that a Python number would lead to.
 
     Attributes:
-        made_by: the function of Python and the numbers that it was computed of; None if it was read.
+        made_by: the function of Python and the numbers that it was computed of, if it was not read.
     """
 
     made_by: tuple[Callable[..., Any], tuple[Any, ...]] | None = None

@@ -9,7 +9,7 @@ import marshal
 import types
 import zlib
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, cast
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["FUNCTIONS", "LARGE", "MISSING", "UNKNOWN", "Change", "change", "plain"]
+__all__ = ["FUNCTIONS", "LARGE", "MISSING", "UNKNOWN", "Change", "Read", "change", "plain"]
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 UNKNOWN, LARGE = object(), object()
@@ -70,6 +70,32 @@ class Change(NamedTuple):
             return f"the {kind} {self.name} was replaced"
         shown = (repr(value) for value in (self.before, self.now))
         return "{} changed from {} to {}".format(self.name, *(t[:80] for t in shown))
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A value that a step read.
+
+    Attributes:
+        name: for the user.
+        value: what it was, as `plain` copies it.
+        now: gives what it is.
+        names: as for `plain`.
+        put: puts a value in its place; None where nothing can.
+    """
+
+    name: str
+    value: Any
+    now: Callable[[], Any]
+    names: Set[str] = frozenset()
+    put: Callable[[Any], None] | None = None
+
+    def change(self) -> Change | None:
+        """How it has changed; None if it is what it was."""
+        now = self.now()
+        if now is self.value:  # as nearly always
+            return None
+        return change(self.name, self.value, plain(now, self.names))
 
 
 def plain(value: Any, names: Set[str] = frozenset()) -> Any:

@@ -34,7 +34,6 @@ from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
     AttributeLog,
-    Read,
     is_simple,
     kept,
     note_content,
@@ -55,8 +54,9 @@ from mpxla.graph.counted import (
     StateRead,
     as_count,
 )
+from mpxla.graph.held_objects import Held
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
-from mpxla.graph.plain import Change
+from mpxla.graph.plain import Change, Read
 from mpxla.graph.stepgraph import InputKind, StepGraph
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 
@@ -175,6 +175,7 @@ class PythonState:
 
     Attributes:
         contents: gets containers that a capture reads, with what they hold before.
+        held: gets objects whose attributes captures may read.
     """
 
     def __init__(self, outside: Collection[str] = ()) -> None:
@@ -183,6 +184,7 @@ class PythonState:
         self._followed: dict[str, FollowedRead] = {}
         self._may_count = True
         self.contents: list[tuple[Any, Any]] = []
+        self.held: dict[int, Held] = {}
 
     def stop_counting(self) -> None:
         """From here on nothing is followed."""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError, RankMismatch, StepError
-from mpxla.graph.capture_attributes import Read
 from mpxla.graph.draws import Draw, Drawer
+from mpxla.graph.plain import Read
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once

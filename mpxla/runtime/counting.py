@@ -125,6 +125,8 @@ class Counters:
 def leave(call: Call, values: Mapping[str, Any]) -> None:
     """Puts values into their places, by name."""
     for plan in call.plans.values():
+        for read in plan.objects:  # what follows is in those that are held now
+            read.change()
         for name, read in plan.followed.items():
             if name in values and read.put is not None:
                 read.put(values[name])

@@ -13,11 +13,11 @@ import torch
 
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
-from mpxla.graph.capture_attributes import Read
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
+from mpxla.graph.plain import Read
 from mpxla.graph.python_state import PythonState
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims

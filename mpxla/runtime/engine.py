@@ -15,8 +15,8 @@ from mpxla.comm.agreement import agreed, check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.alike import lines_of
-from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
+from mpxla.graph.plain import Read
 from mpxla.graph.questions import told_by_buffers
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line

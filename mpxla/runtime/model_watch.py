@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from mpxla.graph.capture_attributes import Read
 from mpxla.graph.gradient_hooks import hooks_of
 from mpxla.graph.parameter_attributes import held_tensors
+from mpxla.graph.plain import Read
 from mpxla.graph.regions import CHECKPOINTED
 from mpxla.runtime.identity import Identities
 

@@ -15,6 +15,7 @@ import torch
 
 from mpxla.graph.counted import CountRead, FollowedRead, as_count
 from mpxla.graph.decisions import Decisions
+from mpxla.graph.held_objects import ObjectRead
 from mpxla.graph.left_numbers import RecordRead
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.questions import state_read
@@ -79,6 +80,11 @@ class Plan:
     def followed(self) -> dict[str, FollowedRead]:
         """All places that are followed from one microbatch to the next, by name."""
         return {read.name: read for read in self.view.reads if isinstance(read, FollowedRead)}
+
+    @cached_property
+    def objects(self) -> list[ObjectRead]:
+        """Objects whose attributes the step reads."""
+        return [read for read in self.view.reads if isinstance(read, ObjectRead)]
 
     @cached_property
     def records(self) -> list[RecordRead]:

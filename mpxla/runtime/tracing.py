@@ -19,7 +19,6 @@ from mpxla.graph.capture import (
     with_values_if_needed,
 )
 from mpxla.graph.capture_attributes import (
-    Read,
     attributes_noted,
     note_content,
     outside_values,
@@ -35,6 +34,7 @@ from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
 from mpxla.graph.parameter_attributes import NewAttributesError
+from mpxla.graph.plain import Read
 from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.reach import outside, places
 from mpxla.graph.recorded import Recording
@@ -145,7 +145,8 @@ class Tracing:
     def _captured(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
         function, model = self.function, self.states.module
         given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
-        own = [(f"argument {path}", value) for path, value in self.objects.items()]
+        objects = self.objects
+        own = [(f"argument {p}", value, partial(objects.get, p)) for p, value in objects.items()]
 
         def run(
             leaves: Sequence[torch.Tensor],
@@ -196,11 +197,12 @@ class Tracing:
             for read in reads:
                 note_content(read.now(), self.state.contents)
             reached = places(found, model)
-            objects = [*((place.name, place.value) for place in found.places), *own]
+            objects = [*((place.name, place.value, place.get) for place in found.places), *own]
+            contents, held = self.state.contents, self.state.held
             stand_ins, computed = StandIns(records), dict[str, RecordRead]()
 
             def note() -> None:
-                left = [*stand_ins.left, *numbers_left(log, reads, self.state.contents)]
+                left = [*stand_ins.left, *numbers_left(log, reads, contents)]
                 computed.update((read.name, read) for read, _ in left)
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
@@ -210,7 +212,7 @@ class Tracing:
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(reached),
                 random_numbers_noted(reached, draws),
-                attributes_noted(model, objects, found.names, counted, self.state.contents) as log,
+                attributes_noted(model, objects, found.names, counted, contents, held) as log,
             ):
                 try:
                     step = capture(counting, stand_ins, note)

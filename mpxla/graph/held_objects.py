@@ -1,0 +1,171 @@
+"""Objects whose attributes a step function may read, and the places where they are held.
+
+Modules, and objects of the user's classes: in attributes of these, in globals and closures, in
+arguments, and in containers in all of them. Scripts put another object in the place of one (a meter
+for every epoch, another configuration): a program then goes on with the attributes of that one.
+
+This module must not know what is read of them.
+"""
+
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from mpxla.graph.plain import FUNCTIONS, MISSING, Change, Read
+from mpxla.user_lines import is_model_code
+
+__all__ = ["Held", "ObjectRead", "held_objects"]
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
+"""CPython's flags of types."""
+_DEPTH, _MOST_OBJECTS = 4, 2000
+"""How far objects inside objects are looked for."""
+
+
+@dataclass(eq=False)
+class Held:
+    """An object with attributes.
+
+    Attributes:
+        name: for the user.
+        value: the object; another one once it was replaced.
+        places: where it is held. Each gives what is there, and says of which attribute of an object
+            (its table, the name) that is a part; None for a global.
+    """
+
+    name: str
+    value: Any
+    places: list[tuple[Callable[[], Any], tuple[int, str] | None]] = field(default_factory=list)
+
+    def get(self, key: str) -> Any:
+        """An attribute of its own; MISSING if there is none."""
+        return vars(self.value).get(key, MISSING)
+
+    def put(self, key: str, value: Any) -> None:
+        """Sets an attribute, or deletes it for MISSING; no code of the class runs."""
+        if value is MISSING:
+            vars(self.value).pop(key, None)
+        else:
+            vars(self.value)[key] = value
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectRead(Read):
+    """An object whose attributes a step has read: reads of these follow it when it is replaced."""
+
+    held: Held | None = None
+
+    @classmethod
+    def of(cls, held: Held, places: Sequence[Callable[[], Any]]) -> Self:
+        """For an object that some places hold."""
+        return cls(held.name, type(held.value), lambda: [get() for get in places], held=held)
+
+    def change(self) -> Change | None:
+        """One if something of another class is there, or different objects where one was."""
+        assert self.held is not None, "it was made with one"
+        first, *others = self.now()
+        kinds = [type(value) for value in (first, *others)]
+        if all(other is first for other in others):
+            if first is self.held.value:
+                return None
+            if type(first) is self.value and has_attributes(first):
+                self.held.value = first
+                return None
+            return Change(self.name, self.value, kinds[0])
+        return Change(f"one object in {self.name} and elsewhere", self.value, kinds)
+
+
+def held_objects(
+    roots: Sequence[tuple[str, Any, Callable[[], Any]]], known: dict[int, Held]
+) -> dict[int, Held]:
+    """Modules and other objects whose attributes may be read, by the id of their attributes.
+
+    Args:
+        roots: name of a place, what is there, and what gives that later.
+        known: objects of other captures of the same call, of which reads may be used; gets all.
+    """
+    for held in known.values():
+        held.places.clear()
+    modules = [
+        (f"{name}.{path}" if path else name, module)
+        for name, value, _ in reversed(roots)
+        if isinstance(value, nn.Module)
+        for path, module in value.named_modules()
+    ]
+    found: dict[int, Held] = {}
+
+    def add(name: str, value: Any) -> Held:
+        key = id(vars(value))
+        held = found[key] = known.setdefault(key, Held(name, value))
+        return held
+
+    for name, module in modules:
+        add(name, module)
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any, int, Callable[[], Any], tuple[int, str] | None]]
+    waiting = [(name, value, 0, get, None) for name, value, get in roots]
+    waiting += [(name, module, 0, lambda: None, None) for name, module in modules]
+    for name, value, depth, get, place in waiting:  # grows
+        is_open, is_module = has_attributes(value), isinstance(value, nn.Module)
+        if is_open:
+            held = found.get(id(vars(value)))
+            if held is not None or (id(value) not in seen and len(seen) <= _MOST_OBJECTS):
+                (held or add(name, value)).places.append((get, place))
+        if id(value) in seen or len(seen) > _MOST_OBJECTS:
+            continue
+        seen.add(id(value))
+        if depth >= _DEPTH:
+            continue
+        if isinstance(value, (dict, list, tuple)):
+            waiting += (
+                (f"{name}[{key!r}]", part, depth + 1, partial(_part, get, key), place)
+                for key, part in _entries(value)
+                if _is_looked_into(part)
+            )
+        elif (is_open or is_module) and _may_be_a_models(type(value)):
+            held = found[id(vars(value))]
+            waiting += (
+                (f"{name}.{key}", part, depth + 1, partial(held.get, key), (id(vars(value)), key))
+                for key, part in vars(value).items()
+                if key not in _OF_TORCH and _is_looked_into(part)
+            )
+    return found
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items() if isinstance(value, dict) else enumerate(value))
+
+
+def _part(get: Callable[[], Any], key: Any) -> Any:
+    """What is in a container, which may be another one by now."""
+    try:
+        return get()[key]
+    except (KeyError, IndexError, TypeError):
+        return MISSING
+
+
+def _is_looked_into(part: Any) -> bool:
+    is_container = isinstance(part, (dict, list, tuple))
+    return is_container or (has_attributes(part) and _may_be_a_models(type(part)))
+
+
+def _may_be_a_models(kind: type) -> bool:
+    """Whether a class is of a script or a package with models; objects of torch and here change."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or kind is Namespace or is_model_code(file)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether it is an object of a class of Python code whose attributes are plain to look at."""
+    kind = type(value)
+    is_other = isinstance(value, (type, types.ModuleType, nn.Module, torch.Tensor, *FUNCTIONS))
+    is_open = kind.__flags__ & _MADE_BY_PYTHON and not kind.__flags__ & _IMMUTABLE
+    return bool(is_open) and not is_other and type(getattr(value, "__dict__", None)) is dict

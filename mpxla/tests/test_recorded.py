@@ -1,0 +1,166 @@
+"""Numbers of the model that a step leaves in Python: what plain PyTorch leaves there."""
+
+import math
+from collections import defaultdict, deque
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.tests.clients import host, logged, train_step
+from mpxla.tests.test_python_state import batch
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 3
+functional = nn.functional
+log, losses, windows = {}, [], {"last": deque(maxlen=3)}
+total = 0.0
+
+
+class Meter:
+    """Averages, as scripts keep them."""
+
+    def __init__(self):
+        self.val = self.sum = self.avg = 0.0
+        self.count = 0
+
+    def update(self, value, count=1):
+        self.val = value
+        self.sum += value * count
+        self.count += count
+        self.avg = self.sum / self.count
+
+
+class Net(nn.Module):
+    """Layers around what `kind` names."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.latest, self.norm, self.total, self.ema, self.num_calls = None, 0.0, 0, 0.5, 0
+        self.history, self.window, self.stats = [], deque(maxlen=3), {"norm": 0.0, "calls": 0}
+        self.nested, self.meter, self.by_name = {"a": {"b": []}}, Meter(), defaultdict(list)
+        self.slow = None
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        getattr(self, self.kind)(h, h.norm().item())
+        return self.last(h)
+
+    def only_written(self, h, norm):
+        self.norm, self.latest, self.is_large = norm, round(norm, 2), norm > 3.0
+        self.fresh = {"norm": norm, "half": (norm / 2, "text")}
+
+    def added(self, h, norm):
+        self.total += norm
+        self.norm = max(1, len(h)) * norm + self.ema
+
+    def averaged(self, h, norm):
+        self.ema = 0.9 * self.ema + 0.1 * norm
+        self.slow = norm if self.slow is None else 0.5 * self.slow + 0.5 * norm
+
+    def in_containers(self, h, norm):
+        self.stats["norm"] = norm
+        self.stats["new"] = -(abs(norm - 4) ** 2)
+        self.stats["sum"] = self.stats.get("sum", 0) + norm
+        self.nested["a"]["b"].append(math.sqrt(norm))
+        self.by_name["norm"] = [norm]
+
+    def appended(self, h, norm):
+        self.history.append(norm)
+        self.history.append({"norm": norm, "mean": h.mean().item(), "name": "h"})
+        self.window.append(norm)
+
+    def in_globals(self, h, norm):
+        global total
+        total += norm
+        log["norm"] = norm
+        losses.append(norm)
+        windows["last"].append(norm)
+
+    def beside_a_counter(self, h, norm):
+        self.num_calls += 1
+        self.norm = norm / self.num_calls
+        self.total = self.total + norm * self.num_calls
+
+    def metered(self, h, norm):
+        self.meter.update(norm, h.shape[0])
+
+    def every_second(self, h, norm):
+        self.num_calls += 1
+        if self.num_calls % 2 == 0:
+            self.history.append(norm)
+
+    def in_integers(self, h, norm):
+        largest = int(h.shape[1]) * h.argmax().item()
+        self.total = largest // 3 - self.total
+        self.norm = largest % 5
+
+    def asked(self, h, norm):
+        if h.mean() > 0:
+            self.history.append(norm)
+        else:
+            self.norm = norm
+
+
+KINDS = [k for k in vars(Net) if not k.startswith("_") and k not in ("forward", "dump_patches")]
+KINDS = [kind for kind in KINDS if callable(vars(Net)[kind])]
+
+
+def raw_model(kind):
+    global total
+    log.clear()
+    losses.clear()
+    windows["last"].clear()
+    total = 0.0
+    torch.manual_seed(3)
+    return Net(kind)
+
+
+def values_of(model):
+    names = (
+        "latest norm total ema num_calls history window stats nested by_name slow is_large fresh"
+    )
+    values = [getattr(model, name, None) for name in names.split()]
+    return repr([values, vars(model.meter), log, losses, windows, total])
+
+
+def train_plainly(kind):
+    model = raw_model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, values = [], []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*(v.chunk(2) for v in batch(number)), strict=True):
+            loss = functional.cross_entropy(model(x), y)
+            (loss / 2).backward()
+            found.append(loss.item())
+        optimizer.step()
+        values.append(values_of(model))
+    return torch.tensor(found), host(model.state_dict().items()), values
+
+
+def train(keys, kinds):
+    found = {}
+    for kind in kinds:
+        smp.init(keys)
+        raw = raw_model(kind)
+        model = smp.DistributedModel(raw)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = smp.step(train_step)
+        returned, values = [], []
+        with logged() as lines:
+            for number in range(NUM_STEPS):
+                optimizer.zero_grad()
+                returned += [loss.item() for loss in step(model, *batch(number)).outputs]
+                optimizer.step()
+                values.append(values_of(raw))
+        assert not [line for line in lines if "warning" in line and "run first" not in line], lines
+        state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        count = sum("compiled step function" in line for line in lines)
+        found[kind] = torch.tensor(returned), state, values, count
+        smp.shutdown()
+    return found
