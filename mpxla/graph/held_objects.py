@@ -96,7 +96,7 @@ def held_objects(
         held.places.clear()
     modules = [
         (f"{name}.{path}" if path else name, module)
-        for name, value, _ in reversed(roots)
+        for name, value, _ in roots
         if isinstance(value, nn.Module)
         for path, module in value.named_modules()
     ]

@@ -8,15 +8,17 @@ This module must not know how captures are judged.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.graph.capture_attributes import CONTAINERS, AttributeLog, is_simple
 from mpxla.graph.container_state import entry, refill
+from mpxla.graph.number import is_number
 from mpxla.graph.plain import MISSING, Change, Read
 from mpxla.graph.recorded import Before, Recorded, is_recordable
 
@@ -71,7 +73,10 @@ def is_plain_number(value: Any) -> bool:
 
 
 def numbers_left(
-    log: AttributeLog, outer: Sequence[Read], contents: Sequence[tuple[Any, Any]]
+    log: AttributeLog,
+    outer: Sequence[Read],
+    contents: Sequence[tuple[Any, Any]],
+    is_known: Callable[[torch.Tensor], bool],
 ) -> list[LeftNumber]:
     """What a step function has left, when it has run; places then are what they were.
 
@@ -79,6 +84,8 @@ def numbers_left(
         log: what it did with attributes.
         outer: what it names of globals and closures.
         contents: containers, with copies of what they held.
+        is_known: says whether a value follows from inputs alone: such numbers are followed
+            (`counted.py`).
     """
     held = {id(container): before for container, before in contents}
     found = [_of(read, last) for read, last in log.numbers_left()]
@@ -89,7 +96,12 @@ def numbers_left(
     for read in (*outer, *(read for read, _ in log.filled())):
         found += _in_container(read, held)
     counts = Counter(one.read.name for one in found)
-    found = [one for one in found if counts[one.read.name] == 1]  # others cannot be told apart
+    found = [
+        one
+        for one in found
+        if counts[one.read.name] == 1  # others cannot be told apart
+        if not all(is_known(n.tensor) for n in pytree.tree_leaves(one.value) if is_number(n))
+    ]
     for read, _ in found:
         _put_back(read)
     return found

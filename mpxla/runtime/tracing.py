@@ -202,10 +202,11 @@ class Tracing:
             stand_ins, computed = StandIns(records), dict[str, RecordRead]()
 
             def note() -> None:
-                left = [*stand_ins.left, *numbers_left(log, reads, contents)]
-                computed.update((read.name, read) for read, _ in left)
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
+                others = numbers_left(log, reads, contents, recorder.is_constant)
+                left = [*stand_ins.left, *others]
+                computed.update((read.name, read) for read, _ in left)
                 recorder.recording = Recording({r.name: (value, r.is_more) for r, value in left})
 
             with (

@@ -1,6 +1,7 @@
 """Numbers of the model that a step leaves in Python: what plain PyTorch leaves there."""
 
 import math
+import re
 from collections import defaultdict, deque
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.tests.clients import host, logged, train_step
+from mpxla.errors import CaptureError
+from mpxla.tests.clients import close, host, logged, train_step
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_python_state import batch
 
 pytestmark = pytest.mark.ranks
@@ -164,3 +167,72 @@ def train(keys, kinds):
         found[kind] = torch.tensor(returned), state, values, count
         smp.shutdown()
     return found
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stages"),
+    [
+        (["only_written", "added", "averaged", "in_containers", "beside_a_counter"], 2),
+        (["appended", "in_globals", "metered", "every_second", "in_integers", "asked"], 1),
+        *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
+    ],
+)
+def test_what_a_step_leaves_of_the_model_is_there(kinds, stages):
+    keys = {"pipeline_parallel_degree": stages, "microbatches": 2}
+    for found in run_ranks(train, stages, keys, kinds):
+        for kind, (returned, state, values, count) in found.items():
+            expected, parameters, wanted = train_plainly(kind)
+            close(returned, expected)
+            close(state, parameters)
+            assert [rounded(text) for text in values] == [rounded(text) for text in wanted], kind
+            assert count == {"every_second": 2, "asked": 3}.get(kind, 1), kind
+
+
+def rounded(text):
+    return re.sub(r"-?\d+\.\d+(e-\d+)?", lambda found: f"{float(found[0]):.4f}", text)
+
+
+class Deciding(nn.Module):
+    """Goes by what it has left."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer, self.ema, self.norms = kind, nn.Linear(6, 4), 1.0, []
+
+    def forward(self, x):
+        h = self.layer(x)
+        norm = h.norm().item()
+        if self.kind == "divided":
+            h = h / self.ema
+        elif self.kind == "summed":
+            h = h / (1 + sum(self.norms))
+        elif self.kind == "compared" and self.ema > 1.5:
+            h = 2 * h
+        self.ema = 0.9 * self.ema + norm
+        self.norms.append(norm)
+        return h
+
+
+def decide():
+    found = {}
+    for kind in ("divided", "summed", "compared"):
+        smp.init({"microbatches": 2})
+        raw = Deciding(kind)
+        model = smp.DistributedModel(raw)
+        try:
+            smp.step(train_step)(model, *batch(0))
+        except CaptureError as error:
+            found[kind] = str(error), raw.ema, raw.norms
+        smp.shutdown()
+    return found
+
+
+def test_a_step_that_goes_by_what_it_has_left_is_refused_and_leaves_nothing():
+    (found,) = run_ranks(decide, 1)
+    assert found.keys() == {"divided", "summed", "compared"}
+    for kind, (text, ema, norms) in found.items():
+        assert re.search(r"computes with model\.(ema|norms), and gives it a number that", text), (
+            kind
+        )
+        assert "test_recorded.py" in text and "register_buffer" in text
+        assert ema == 1.0 and norms == []

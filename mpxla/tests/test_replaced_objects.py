@@ -1,0 +1,116 @@
+"""Objects with attributes that a script puts in the place of others, between steps."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.tests.clients import close, train_step
+from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.test_python_state import batch
+
+pytestmark = pytest.mark.ranks
+
+functional = nn.functional
+
+
+class Meter:
+    """Counts, and keeps what it was given last."""
+
+    def __init__(self):
+        self.last, self.count = 0.0, 0
+
+    def update(self, value):
+        self.last = value
+        self.count += 1
+
+
+class Replaced(nn.Module):
+    """Reads attributes of objects that the script replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.meter, self.settings, self.listed = Meter(), Settings(1.0), [Settings(1.0)]
+        self.deep = Settings(Settings(1.0))
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        self.meter.update(h.norm().item())
+        scale = self.settings.scale * self.listed[0].scale * self.deep.scale.scale
+        return self.last(h * scale * common.scale * (1 + self.meter.count / 10))
+
+
+class Settings:
+    """An object of the script's."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class Tripled(Settings):
+    """One of another class."""
+
+    def __init__(self, scale):
+        super().__init__(3 * scale)
+
+
+common = Settings(1.0)
+
+
+def replace_one(model, number):
+    """A few of many; some are as they were."""
+    global common
+    if number == 0:
+        common = Settings(1.0)
+    elif number == 1:
+        model.meter, model.settings = Meter(), Settings(1.0)
+    elif number == 2:
+        model.settings, model.listed[0] = Settings(2.0), Settings(0.5)
+    elif number == 3:
+        model.deep.scale = Settings(1.5)
+    elif number == 4:
+        model.deep, common = Settings(Settings(0.5)), model.settings
+    elif number == 5:
+        model.settings, model.meter = Tripled(0.5), Meter()
+
+
+def train_replaced(keys):
+    torch.manual_seed(3)
+    raw = Replaced()
+    if keys is None:
+        model, optimizer = raw, torch.optim.SGD(raw.parameters(), lr=0.1)
+    else:
+        smp.init(keys)
+        model = smp.DistributedModel(raw)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = smp.step(train_step)
+    found, values = [], []
+    for number in range(7):
+        replace_one(raw, number)
+        optimizer.zero_grad()
+        if keys is None:
+            for x, y in zip(*(v.chunk(2) for v in batch(number)), strict=True):
+                loss = functional.cross_entropy(model(x), y)
+                (loss / 2).backward()
+                found.append(loss.item())
+        else:
+            found += [loss.item() for loss in step(model, *batch(number)).outputs]
+        optimizer.step()
+        values.append(rounded(repr(vars(raw.meter))))
+    return torch.tensor(found), values
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_objects_that_a_script_replaces_are_read_and_counted_in(stages):
+    expected, wanted = train_replaced(None)
+    keys = {"pipeline_parallel_degree": stages, "microbatches": 2}
+    for losses, values in run_ranks(train_replaced, stages, keys):
+        close(losses, expected)
+        assert values == wanted
+
+
+def rounded(text):
+    return re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.4f}", text)
