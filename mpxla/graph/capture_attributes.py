@@ -220,7 +220,7 @@ class AttributeLog:
     def _written_read(self, place: tuple[int, str]) -> Read:
         """With what it was before the first write."""
         owner, key = self.held[place[0]], place[1]
-        now, put = partial(owner.get, key), partial(owner.put, key)
+        now, put = owner.reader(key), partial(owner.put, key)
         return Read(self._name(place), self.before[place], now, put=put)
 
     def _name(self, place: tuple[int, str]) -> str:
@@ -246,7 +246,7 @@ class AttributeLog:
     def _read(self, place: tuple[int, str]) -> Read:
         """Of an attribute that can be put back."""
         owner, key = self.held[place[0]], place[1]
-        now, put = partial(owner.get, key), partial(owner.put, key)
+        now, put = owner.reader(key), partial(owner.put, key)
         if place not in self.first:
             return replace(self.inherited[place], put=put)
         return Read(self._name(place), self.first[place], now, self.texts, put)

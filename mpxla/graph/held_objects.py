@@ -49,6 +49,12 @@ class Held:
         """An attribute of its own; MISSING if there is none."""
         return vars(self.value).get(key, MISSING)
 
+    def reader(self, key: str) -> Callable[[], Any]:
+        """Gives an attribute in every call of a step, of thousands of them."""
+        if isinstance(self.value, nn.Module):  # it stays: `model_watch.py` sees to that
+            return partial(vars(self.value).get, key, MISSING)
+        return partial(self.get, key)
+
     def put(self, key: str, value: Any) -> None:
         """Sets an attribute, or deletes it for MISSING; no code of the class runs."""
         if value is MISSING:

@@ -158,12 +158,12 @@ def build_outputs(
 
 
 def leave_numbers(
-    parts: Sequence[Part],
-    own: slice,
-    publish: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    parts: Sequence[Part], publish: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> None:
-    """Gives places in Python what the microbatches `own` leave there (`graph/recorded.py`)."""
-    wanted = range(sum(len(part.microbatches) for part in parts))[own]
+    """Gives places in Python what all microbatches leave there (`graph/recorded.py`).
+
+    Also those of other ranks of a tensor-parallel group, which are counted, too.
+    """
     turns: list[tuple[int, Part, list[Any]]] = []
     for part in (part for part in parts if part.records):
         columns = [[v.item() for v in publish(part.results[i]())] for i in part.numbers]
@@ -172,14 +172,13 @@ def leave_numbers(
     reads = {read.name: read for _, part, _ in turns for read in part.records}
     more = {name: list[Any]() for name, read in reads.items() if read.is_more}
     left = {name: read.now() for name, read in reads.items()}
-    for number, part, results in sorted(turns, key=lambda turn: turn[0]):
-        if number in wanted:
-            after = {read.name: read.after(results, left) for read in part.records}
-            for name, value in after.items():
-                if name in more:
-                    more[name] += value
-                else:
-                    left[name] = value
+    for _, part, results in sorted(turns, key=lambda turn: turn[0]):
+        after = {read.name: read.after(results, left) for read in part.records}
+        for name, value in after.items():
+            if name in more:
+                more[name] += value
+            else:
+                left[name] = value
     for name, read in reads.items():
         if name in more:
             read.now().extend(more[name])

@@ -106,7 +106,7 @@ class CallRunner:
 
         Numbers of the model are then where the function leaves them.
         """
-        leave_numbers(parts, own, self._backend.publish)
+        leave_numbers(parts, self._backend.publish)
         return build_outputs(parts, own, self._backend.publish, self._backend.adopt)
 
     def ask(self, question: Pass, seed: int) -> list[list[int]]:

@@ -70,7 +70,7 @@ def runner_of(is_training):
 
 def call(runner):
     leaves = [[torch.zeros(3, 4)] for _ in range(NUM_MICROBATCHES)]
-    plan = Plan(0, None, None, runner, list)
+    plan = Plan(0, None, SimpleNamespace(reads=()), runner, list)
     runs = CallRunner(runner._states, None, runner._backend, None, Progress())
     passes = [Pass(plan, tuple(range(NUM_MICROBATCHES)), leaves)]
     signature = SimpleNamespace(num_microbatches=NUM_MICROBATCHES)
