@@ -320,14 +320,17 @@ class StepEngine:
         if cut.step.is_training:
             scaled = [f"scales rows of {name}" for name in cut.step.scaled_tables]
             reduction = self._reducers.prepare([cut], count, [*plan.exchanges(), *scaled])
-        checks = IndexChecks(config.check_indices, cut.step, backend)
-        states, link, models = self._states, self._link, tuple(used)
-        replicas = self._session.topology.rdp_group(self._session.rank)
-        objects = self._session.objects
-        writes = StepWrites(cut.step, states, backend, objects, replicas)
+        replicas = self._groups[REPLICA_GROUP].ranks
         runner = PlanRunner(
-            *(plan, states, link, self._pp_rank, backend, reduction, models, checks),
-            writes,
+            plan,
+            self._states,
+            self._link,
+            self._pp_rank,
+            backend,
+            reduction,
+            tuple(used),
+            IndexChecks(config.check_indices, cut.step, backend),
+            StepWrites(cut.step, self._states, backend, self._session.objects, replicas),
             self._constants,
             gathering,
         )
@@ -372,7 +375,7 @@ class StepEngine:
             if self._pp_rank > 0:
                 return
             try:
-                self.calls.settle(exchanges)
+                self.calls.sharded.settle(exchanges)
             except RankMismatch as error:  # as the other replicas know
                 raise as_announced(error) from None
 

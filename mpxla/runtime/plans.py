@@ -55,7 +55,7 @@ class Plan:
         return hashlib.blake2b("\n".join(self.exchanges).encode(), digest_size=16).hexdigest()
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Signature:
         """Of the signature, whatever Python draws and is told."""
         return self.signature.of_arguments.key
 
@@ -200,6 +200,6 @@ class Plans:
         return plan
 
 
-def _without_flags(signature: Signature) -> Any:
+def _without_flags(signature: Signature) -> Signature:
     """What a call is, whatever the model is: other modules have other flags."""
     return replace(signature, modes="", trainable="", counts=()).key
