@@ -19,7 +19,6 @@ from mpxla.graph.draws import Draw, Drawer
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
-from mpxla.runtime.announced import AnnouncedError, as_announced, raise_announced
 from mpxla.runtime.asking import Asking
 from mpxla.runtime.call import (
     Call,
@@ -30,7 +29,12 @@ from mpxla.runtime.call import (
     what_differs,
     with_draws,
 )
-from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.control import (
+    AnnouncedError,
+    ControlChannel,
+    as_announced,
+    raise_announced,
+)
 from mpxla.runtime.counting import Counters, leave
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.meetings import Meetings

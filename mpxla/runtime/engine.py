@@ -21,11 +21,11 @@ from mpxla.graph.questions import told_by_buffers
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
-from mpxla.runtime.announced import AnnouncedError, as_announced
 from mpxla.runtime.asking import whole_way
 from mpxla.runtime.call import Call, trained_by
 from mpxla.runtime.calls import Calls
 from mpxla.runtime.constants import Constants
+from mpxla.runtime.control import AnnouncedError, as_announced
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.derived import set_derived
