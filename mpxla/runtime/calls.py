@@ -400,7 +400,7 @@ class Calls:
         checks, step_plan = plan.runner.checks, plan.runner.plan
         draws_or_looks = step_plan.is_random or checks.looks_at_inputs
         has_others = len(call.plans) > 1 or plan.signature.answers is not None or plan.is_once
-        is_open = draws_or_looks or has_others or plan.decisions
+        is_open = draws_or_looks or has_others or plan.cut.step.decisions
         if self._pp_rank == 0:
             problem = self._take_way(call, plan)
             if is_open or problem is not None:
@@ -462,8 +462,7 @@ class Calls:
             exchanges: what ranks that hold parameters together have to do alike.
         """
         view = self._watch.look().captured(self._model(), reads)
-        decisions = runner.plan.cut.step.decisions
-        plan = self.plans.add(signature, view, runner, decisions, exchanges)
+        plan = self.plans.add(signature, view, runner, exchanges)
         if signature.draws:
             known = self._draws.setdefault(signature.function, [])
             known[:] = [signature.draws, *(d for d in known if d != signature.draws)]

@@ -216,7 +216,7 @@ class StepEngine:
         own_count = call.signature.num_microbatches // self._num_batches
         first = self._place % self._num_batches * own_count
         returned = self._runner.outputs(parts, slice(first, first + own_count))
-        is_training = any(one.plan.runner.plan.cut.step.is_training for one in call.passes)
+        is_training = any(one.plan.cut.step.is_training for one in call.passes)
         self.meter.note_call(
             plan.signature.function.rpartition(".")[2],
             is_training,
