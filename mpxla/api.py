@@ -37,7 +37,7 @@ state = _State()
 def is_tracing() -> bool:
     """Whether this process is capturing a step function."""
     models = current_models()
-    return models is not None and models.is_tracing
+    return models is not None and models.engine.is_tracing
 
 
 def num_microbatches() -> int:

@@ -259,11 +259,6 @@ class _StepModule(nn.Module):
         self.attributes: list[Attribute] = []
         self.hooks: dict[str, list[Hook]] = {}
 
-    def _names(self, parameters: Sequence[torch.Tensor]) -> frozenset[str]:
-        """Those that the model has for some parameters."""
-        held, named = set(map(id, parameters)), self.model.named_parameters(remove_duplicate=False)
-        return frozenset(name for name, parameter in named if id(parameter) in held)
-
     def _hook_parameters(self) -> None:
         for name, hooks in self.hooks.items():
             parameter = self.model.get_parameter(name)
@@ -316,7 +311,7 @@ class _StepModule(nn.Module):
                 for check, found in checks.items():
                     recorder.prints += [(line, passed, check) for line, passed in found]
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
-            self.returned.written = self._names(contents.finish(state.values()))
+            self.returned.written = _names_of(contents.finish(state.values()), self.model)
         finally:
             _recorder = None
         self.returned.asked = tuple(answers.lines)
@@ -461,7 +456,8 @@ def _captured(
     counts = Counts(none_at)
     wrapper = _StepModule(model, function, known, counts, answers, left)
     returned = wrapper.returned
-    trainable = _trainable(model, canonical_names)
+    trained = _names_of([p for p in model.parameters() if p.requires_grad], model)
+    trainable = frozenset(canonical_names[name] for name in trained)
     wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
     with traceable(model, fake_mode) as wrapper.attributes, counts.supposed():
         with fake_mode:
@@ -519,7 +515,7 @@ def _captured(
     )
 
 
-def _trainable(model: nn.Module, canonical_names: Mapping[str, str]) -> frozenset[str]:
-    ids = {id(p) for p in model.parameters() if p.requires_grad}  # of tied ones, any name counts
-    named = model.named_parameters(remove_duplicate=False)
-    return frozenset(canonical_names[name] for name, p in named if id(p) in ids)
+def _names_of(parameters: Sequence[torch.Tensor], model: nn.Module) -> frozenset[str]:
+    """All names that a model has for some of its parameters; tied ones have several."""
+    held, named = set(map(id, parameters)), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if id(parameter) in held)

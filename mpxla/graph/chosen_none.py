@@ -10,6 +10,7 @@ it is in mixtures of experts, and where sums over the rows are added to a loss. 
 This module must not know how a step is traced.
 """
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -171,18 +172,15 @@ def _divided(terms: _Terms, node: fx.Node) -> Any:
     return _Number(0) if is_zero else None
 
 
-def _raised(terms: _Terms, node: fx.Node) -> Any:
-    """`clamp_min`."""
-    term, limit = map(terms.of, arguments_of(node))
-    is_known = isinstance(term, _Number) and isinstance(limit, (int, float))
-    return _Number(max(term.value, limit)) if is_known else None
+def _with_number(compute: Callable[[float, float], float]) -> Callable[[_Terms, fx.Node], Any]:
+    """What an operator computes of a value and a number."""
 
+    def term(terms: _Terms, node: fx.Node) -> Any:
+        own, other = map(terms.of, arguments_of(node))
+        is_known = isinstance(own, _Number) and isinstance(other, (int, float))
+        return _Number(compute(own.value, other)) if is_known else None
 
-def _as_mask(terms: _Terms, node: fx.Node) -> Any:
-    """`ne`."""
-    term, other = map(terms.of, arguments_of(node))
-    is_known = isinstance(term, _Number) and isinstance(other, (int, float))
-    return _Number(term.value != other) if is_known else None
+    return term
 
 
 def _summed(terms: _Terms, node: fx.Node) -> Any:
@@ -200,22 +198,18 @@ def _written(place: int) -> Callable[[_Terms, fx.Node], Any]:
     return term
 
 
-def _zeros(terms: _Terms, node: fx.Node) -> Any:
-    return _Number(0)
-
-
+_ZEROS = _aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default
 _SIMPLER: Mapping[Any, Callable[[_Terms, fx.Node], Any]] = {
     **dict.fromkeys((*VIEWS, *CASTS, _aten.detach.default, _aten.expand.default), _moved),
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor), _added),
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.any.default), _summed),
     _aten.cumsum.default: _summed,
-    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default), _zeros),
-    _aten.new_zeros.default: _zeros,
+    **dict.fromkeys(_ZEROS, lambda terms, node: _Number(0)),
     **dict.fromkeys((_aten.index_add.default, _aten.scatter_add.default), _written(3)),
     _aten.index_put.default: _written(2),
     _aten.logical_not.default: _turned,
-    _aten.clamp_min.default: _raised,
-    _aten.ne.Scalar: _as_mask,
+    _aten.clamp_min.default: _with_number(max),
+    _aten.ne.Scalar: _with_number(operator.ne),
     _aten.where.self: _chosen,
     _aten.masked_fill.Scalar: _filled,
     _aten.mul.Tensor: _multiplied,

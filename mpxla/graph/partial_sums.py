@@ -26,13 +26,8 @@ _aten = torch.ops.aten
 _KEEPING = frozenset(
     (
         *(*CASTS, *VIEWS, *TRANSPOSED, _aten.detach.default, _aten.unsqueeze.default),
-        *(
-            _aten.type_as.default,
-            _aten.expand.default,
-            _aten.slice.Tensor,
-            _aten.select.int,
-            _aten.neg.default,
-        ),
+        *(_aten.type_as.default, _aten.expand.default, _aten.slice.Tensor, _aten.select.int),
+        _aten.neg.default,
         *(_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim),
     )
 )

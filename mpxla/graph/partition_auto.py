@@ -48,7 +48,7 @@ def partition_auto(
     num_stages: int,
     memory_weight: float,
     link: float,
-    fixed: Mapping[str, int | tuple[int, ...]] | None = None,
+    fixed: Mapping[str, tuple[int, ...]] | None = None,
     *,
     placement: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
@@ -64,7 +64,7 @@ def partition_auto(
         num_stages: Number of stages; each gets at least one node of the spine.
         memory_weight: Share of memory in the cost of a stage, 0 to 1; the rest is time.
         link: Seconds per byte that crosses a cut.
-        fixed: pp_rank or pp_ranks of parameters that have been placed before and must stay. If no
+        fixed: pp_ranks of parameters that have been placed before and must stay. If no
             linear cut respects them, stages are formed as in manual partitioning, and their number
             and placement may differ from what was asked for.
         placement: pp_rank of every stage; stage s is on rank s by default.

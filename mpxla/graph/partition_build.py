@@ -28,7 +28,7 @@ def build_partition(
     position: Mapping[int, int],
     placement: tuple[int, ...],
     num_ranks: int,
-    fixed: Mapping[str, int | tuple[int, ...]],
+    fixed: Mapping[str, tuple[int, ...]],
     *,
     objective: float | None = None,
     default_rank: int = 0,
@@ -80,7 +80,7 @@ def _parameter_ranks(
     copies: Sequence[tuple[int, ...]],
     placement: tuple[int, ...],
     parameter_bytes: Mapping[str, int],
-    fixed: Mapping[str, int | tuple[int, ...]],
+    fixed: Mapping[str, tuple[int, ...]],
     default_rank: int,
 ) -> dict[str, tuple[int, ...]]:
     """Ranks of the readers; a parameter that nobody reads stays with its siblings."""
@@ -96,8 +96,7 @@ def _parameter_ranks(
     ranks: dict[str, tuple[int, ...]] = {}
     for name in parameter_bytes:
         if name in fixed:
-            held = fixed[name]
-            ranks[name] = (held,) if isinstance(held, int) else tuple(sorted(held))
+            ranks[name] = tuple(sorted(fixed[name]))
         elif name in readers:
             ranks[name] = tuple(sorted(readers[name]))
         else:

@@ -40,7 +40,7 @@ def partition_manual(
     num_ranks: int,
     pins: Mapping[int, int],
     default_rank: int,
-    fixed: Mapping[str, int | tuple[int, ...]] | None = None,
+    fixed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Partition:
     """Form the stages that the user's placement of modules asks for.
 
@@ -52,7 +52,7 @@ def partition_manual(
         pins: Node index -> pp_rank of its innermost tagged module. Ignored for step inputs (they
             are on rank 0) and for work on inputs or constants alone (it follows its readers).
         default_rank: pp_rank of nodes that read a parameter outside of all tagged modules.
-        fixed: pp_rank or pp_ranks of parameters that have been placed before and must stay; goes
+        fixed: pp_ranks of parameters that have been placed before and must stay; goes
             before `pins`.
 
     Returns:
@@ -83,17 +83,14 @@ def partition_manual(
 
 
 def fixed_ranks(
-    flow: Flow, num_ranks: int, fixed: Mapping[str, int | tuple[int, ...]]
+    flow: Flow, num_ranks: int, fixed: Mapping[str, tuple[int, ...]]
 ) -> dict[int, frozenset[int]]:
     """Node index -> ranks on which a node may run because parameters that it reads must stay there.
 
     Raises:
         PartitionError: A rank out of range, or a node that reads parameters with no rank in common.
     """
-    held = {
-        name: frozenset((ranks,) if isinstance(ranks, int) else ranks)
-        for name, ranks in fixed.items()
-    }
+    held = {name: frozenset(ranks) for name, ranks in fixed.items()}
     for name, ranks in held.items():
         if not ranks or not ranks.issubset(range(num_ranks)):
             raise PartitionError(
@@ -120,7 +117,7 @@ def place_by_rank(
     parameter_bytes: Mapping[str, int],
     num_ranks: int,
     allowed: Ranks,
-    fixed: Mapping[str, int | tuple[int, ...]],
+    fixed: Mapping[str, tuple[int, ...]],
     *,
     default_rank: int = 0,
 ) -> Partition:

@@ -12,10 +12,8 @@ from mpxla.graph.partition_modules import PART_MARK
 
 __all__ = ["format_report", "format_size"]
 
-STATE = "gradients+state"
-SPLIT = "split"
 HEADER = (
-    *("stage", "rank", "modules", "parameters", SPLIT, STATE),
+    *("stage", "rank", "modules", "parameters", "split", "gradients+state"),
     *("compute", "FLOPs", "activations", "cut"),
 )
 MODULES_COLUMN = HEADER.index("modules")
@@ -28,20 +26,19 @@ UNITS = ("KiB", "MiB", "GiB", "TiB")
 def format_report(
     partition: Partition,
     *,
-    flops: Sequence[int] | None = None,
-    in_flight: Sequence[int] | None = None,
-    weight_bytes: Mapping[str, int] | None = None,
-    split: Collection[str] = (),
+    flops: Sequence[int],
+    in_flight: Sequence[int],
+    weight_bytes: Mapping[str, int],
+    split: Collection[str],
 ) -> str:
     """Write the partition as an aligned table.
 
     Args:
         partition: What to show.
-        flops: Floating-point operations of every node, forward and backward; without them, there
-            is no column for them.
-        in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
+        flops: Floating-point operations of every node, forward and backward.
+        in_flight: Microbatches of which every stage holds activations at a time.
         weight_bytes: Of every parameter, the weights alone; what the partition counts beside them,
-            gradients and an optimizer's state, has a column of its own then.
+            gradients and an optimizer's state, has a column of its own.
         split: Names of parameters of which a rank has a part only, by tensor parallelism; a column
             counts them if there are any.
 
@@ -50,7 +47,6 @@ def format_report(
         activations as microbatches in flight times those of one, or "-" where no node says what it
         saves), then the balance, and where they occur tied parameters and idle ranks.
     """
-    counts = (1,) * partition.num_stages if in_flight is None else in_flight
     total_s = sum(load.compute_s for load in partition.loads)
     by_stage = _flops_by_stage(partition, flops)
     is_weighed = any(load.activation_bytes for load in partition.loads)
@@ -62,28 +58,21 @@ def format_report(
             break_long_words=False,
             break_on_hyphens=False,
         )
-        weights = load.parameter_bytes
-        if weight_bytes is not None:
-            weights = sum(weight_bytes[name] for name in load.parameters)
-        held = f"{counts[load.stage]} x {format_size(load.activation_bytes)}" if is_weighed else "-"
+        weights = sum(weight_bytes[name] for name in load.parameters)
+        saved = f"{in_flight[load.stage]} x {format_size(load.activation_bytes)}"
+        held = saved if is_weighed else "-"
         num_split = str(len(set(load.parameters) & set(split)))
         rows.append(_row(load, modules[0], total_s, weights, by_stage[load.stage], held, num_split))
         rows.extend(("", "", line, *[""] * (len(HEADER) - 3)) for line in modules[1:])
-    left_out = {
-        "FLOPs" if flops is None else "",
-        STATE if weight_bytes is None else "",
-        "" if split else SPLIT,
-    }
-    rows = [
-        tuple(cell for title, cell in zip(HEADER, row, strict=True) if title not in left_out)
-        for row in rows
-    ]
-    return "\n".join(["Partition assignments:", *_aligned(rows), *_notes(partition, counts)])
+    if not split:
+        place = HEADER.index("split")
+        rows = [row[:place] + row[place + 1 :] for row in rows]
+    return "\n".join(["Partition assignments:", *_aligned(rows), *_notes(partition, in_flight)])
 
 
-def _flops_by_stage(partition: Partition, flops: Sequence[int] | None) -> list[int]:
+def _flops_by_stage(partition: Partition, flops: Sequence[int]) -> list[int]:
     total = [0] * partition.num_stages
-    for node, count in enumerate(flops or ()):
+    for node, count in enumerate(flops):
         for stage in partition.stages_of(node):
             total[stage] += count
     return total

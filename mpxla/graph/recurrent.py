@@ -144,19 +144,10 @@ looped = _layer(_looped_steps)
 
 
 def _derivative(
-    gradients: Sequence[torch.Tensor],
-    gates: torch.Tensor,
-    mask: torch.Tensor | None,
-    states: States,
-    weights: Sequence[torch.Tensor],
-    found: Sequence[torch.Tensor],
-    kind: str,
-    is_reversed: bool,
+    gradients: Any, gates: Any, mask: Any, states: Any, weights: Any, found: Any, *rest: Any
 ) -> list[torch.Tensor]:
     """Of gates, states and weights; `found` is what the steps have given."""
-    return _differentiated(
-        _unrolled_steps, gradients, gates, mask, states, weights, kind, is_reversed
-    )
+    return _differentiated(_unrolled_steps, gradients, gates, mask, states, weights, *rest)
 
 
 def _differentiated(

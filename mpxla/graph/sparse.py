@@ -9,6 +9,7 @@ many elements it has is fixed by the call, as shapes are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -85,15 +86,7 @@ class Sparse:
 
     is_sparse, layout, requires_grad, is_cuda = True, torch.sparse_coo, False, False
 
-    @property
-    def device(self) -> torch.device:
-        """Of the numbers."""
-        return self.numbers.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the numbers."""
-        return self.numbers.dtype
+    device, dtype = (property(attrgetter(f"numbers.{name}")) for name in ("device", "dtype"))
 
     def size(self, dim: int | None = None) -> Any:
         """As for any tensor."""

@@ -99,7 +99,8 @@ class _WholeUpdate:
 
     def __init__(self, contents: OptimizerState, session: Session):
         self._inner, self._contents = contents.optimizer, contents
-        self._session = session
+        self._session, self._backend = session, session.backend
+        self._pipeline = session.topology.pp_group(session.rank)
         self._host: torch.optim.Optimizer | None = None
         self._copies: list[nn.Parameter] = []
         self._shown: dict[str, Any] | None = None
@@ -146,14 +147,6 @@ class _WholeUpdate:
         for part in self._session.state_objects.allgather(own, self._pipeline):
             merged = {**part, **merged}  # a tied one has its first holder's
         return merged
-
-    @property
-    def _backend(self) -> Any:
-        return self._session.backend
-
-    @property
-    def _pipeline(self) -> tuple[int, ...]:
-        return tuple(self._session.topology.pp_group(self._session.rank))
 
     def _settled(self) -> torch.optim.Optimizer:
         """The optimizer on the host, with the values, state and settings that there are now."""

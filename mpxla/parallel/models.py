@@ -217,11 +217,6 @@ class Models:
                 f"{list(ranks)} have to call together."
             ) from error
 
-    @property
-    def is_tracing(self) -> bool:
-        """Whether a step function is being captured."""
-        return self.engine.is_tracing
-
     def run_step(self, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs a step function; called by `smp.step`."""
         for model in self:

@@ -20,6 +20,7 @@ from mpxla.session import current
 
 __all__ = ["GradientNorm", "clip_grad_norm_"]
 
+_NAME = "norm of the gradients"
 _EPSILON = 1e-6
 """What torch adds to the norm before it divides."""
 
@@ -197,7 +198,8 @@ class GradientNorm:
 
         def scaled(gradients: Sequence[Buffer]) -> list[Buffer]:
             donated = range(len(given), len(given) + len(gradients))
-            norm, *values = self._run(_scaled, order, dtype, [*given, *gradients], donated)
+            arguments = [*given, *gradients]
+            norm, *values = self._programs.run(_NAME, _scaled, (order, dtype), arguments, donated)
             found.append(norm)
             return values
 
@@ -219,7 +221,8 @@ class GradientNorm:
         ]
         (powers,) = self._backend.put([self._powers(counted, order)])
         given = [powers, self._limit(0.0)]
-        (norm,) = self._run(_scaled, order, _dtype_of_norm(tensors), given)
+        settings = order, _dtype_of_norm(tensors)
+        (norm,) = self._programs.run(_NAME, _scaled, settings, given)
         return self._backend.publish([norm])[0]
 
     def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -239,7 +242,8 @@ class GradientNorm:
         """Sums of powers [ranks, 1], or [1] where only this rank has any."""
         powers: Buffer = torch.zeros(1, dtype=self._dtype)
         if tensors:
-            (powers,) = self._run(_power_sums, order, self._dtype, self._backend.adopt(tensors))
+            settings, given = (order, self._dtype), self._backend.adopt(tensors)
+            (powers,) = self._programs.run(_NAME, _power_sums, settings, given)
         if len(self.ranks) > 1:
             powers = self._transport.all_gather(powers, self.ranks).result()
         return powers
@@ -267,17 +271,6 @@ class GradientNorm:
         if value not in self._limits:
             (self._limits[value],) = self._backend.put([torch.tensor(value, dtype=self._dtype)])
         return self._limits[value]
-
-    def _run(
-        self,
-        function: Callable[..., list[torch.Tensor]],
-        order: float,
-        dtype: torch.dtype,
-        arguments: Sequence[Buffer],
-        donated: Sequence[int] = (),
-    ) -> list[Buffer]:
-        settings = order, dtype
-        return self._programs.run("norm of the gradients", function, settings, arguments, donated)
 
 
 def _dtype_of_norm(tensors: Sequence[torch.Tensor]) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import nn
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.update_copy import Copies, UpdateCopy, rounding
+from mpxla.parallel.update_copy import Copies, UpdateCopy, in_dtypes
 from mpxla.runtime.state import ModelState
 from mpxla.stage.flat import FlatShard
 
@@ -41,16 +41,16 @@ class Parts:
     def _copy(self, name: str, dtype: torch.dtype) -> UpdateCopy:
         part, shard = self._state.parts[name], self._state.shards[name]
         if part.dtype != dtype:
-            (wide,) = self._round([part], [dtype])
+            (wide,) = in_dtypes(self._programs, [part], [dtype])
             (value,) = self._programs.backend.publish([wide])
             part = nn.Parameter(value, requires_grad=part.requires_grad)
         return UpdateCopy(name, shard.whole, shard.extent, part)
 
     def publish(self) -> Callable[[], Sequence[Buffer]]:
         """Starts rounding masters; the result gives the parts of `wide_names`."""
-        dtypes = [self._state.parts[name].dtype for name in self.wide_names]
         masters = [self.copies[name].parameter for name in self.wide_names]
-        values = self._round(masters, dtypes)
+        dtypes = [self._state.parts[name].dtype for name in self.wide_names]
+        values = in_dtypes(self._programs, masters, dtypes)
         return lambda: values
 
     @property
@@ -58,14 +58,6 @@ class Parts:
         """Those of the parameters that have masters."""
         held = self._state.parts
         return [name for name, copy in self.copies.items() if copy.parameter is not held[name]]
-
-    def _round(
-        self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
-    ) -> list[Buffer]:
-        if not tensors:
-            return []
-        arguments = self._programs.backend.adopt(list(tensors))
-        return self._programs.run("rounding of masters", rounding, (tuple(dtypes),), arguments)
 
 
 def _travelling(

@@ -11,7 +11,7 @@ The compute copy is the truth wherever somebody has written to it, and rounds th
 master is lost. This file must not know transports, buckets or optimizers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
 
-__all__ = ["Copies", "Masters", "Range", "UpdateCopy", "renewed", "rounding"]
+__all__ = ["Copies", "Masters", "Range", "UpdateCopy", "in_dtypes", "renewed"]
 
 Range = tuple[int, int]
 """First element and end of a piece, in its flattened parameter."""
@@ -65,9 +65,18 @@ def _renewal(
     return [renewed(value, copy) for value, copy in zip(values, copies, strict=True)]
 
 
-def rounding(dtypes: Sequence[torch.dtype], *masters: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors in other types, as masters to compute copies."""
-    return [m.to(dtype) for m, dtype in zip(masters, dtypes, strict=True)]
+def _cast(dtypes: Sequence[torch.dtype], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.to(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
+
+
+def in_dtypes(
+    programs: Programs, tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]
+) -> list[Buffer]:
+    """Starts tensors in other types, as masters to compute copies."""
+    if not tensors:
+        return []
+    arguments = programs.backend.adopt(tensors)
+    return programs.run("rounding of masters", _cast, (tuple(dtypes),), arguments)
 
 
 class Copies:
@@ -118,7 +127,5 @@ class Masters(Copies):
 
     def publish(self) -> Callable[[], Sequence[Buffer]]:
         """Starts rounding; the result gives the compute copies of `names`."""
-        dtypes = tuple(parameter.dtype for parameter in self._parameters)
-        arguments = self._programs.backend.adopt(self._held)
-        values = self._programs.run("rounding of masters", rounding, (dtypes,), arguments)
+        values = in_dtypes(self._programs, self._held, (p.dtype for p in self._parameters))
         return lambda: values

@@ -99,7 +99,8 @@ class UpdateFunction:
         """New parameters and state, in the order of `Arrangement.changed`."""
         arranged, optimizer = self._arrangement, self._optimizer
         rates = arguments[arranged.num_slots :][: arranged.num_rates]
-        noise = None if self._origins is None else Noise(arguments[-1])
+        origins = self._origins
+        noise = None if origins is None else Noise(arguments[-1])
         groups: list[dict[str, Any]] = []
         state: dict[torch.Tensor, dict[str, Any]] = {}
         of_place: dict[int, tuple[torch.Tensor, str | None]] = {}
@@ -146,8 +147,10 @@ class UpdateFunction:
         for place in arranged.changed:
             stand_in, key = of_place[place]
             value = stand_in.detach() if key is None else clone.state[stand_in][key]
-            if noise is not None and is_narrow(arguments[place]):
-                origin = self._origin(original_of[stand_in], key, value, stand_in)
+            if noise is not None and origins is not None and is_narrow(arguments[place]):
+                origin = origins[id(original_of[stand_in])]
+                if key is not None:
+                    origin = origin_of_state(origin, key, value, stand_in)
                 results.append(rounded(value, noise.of(origin, value.shape)))
             else:
                 results.append(value.to(arguments[place].dtype))
@@ -156,13 +159,6 @@ class UpdateFunction:
     def _copied(self, argument: torch.Tensor) -> torch.Tensor:
         is_rounded = self._origins is not None and is_narrow(argument)
         return argument.float() if is_rounded else argument.clone()
-
-    def _origin(
-        self, original: torch.Tensor, key: str | None, value: torch.Tensor, parameter: torch.Tensor
-    ) -> Origin:
-        assert self._origins is not None
-        origin = self._origins[id(original)]
-        return origin if key is None else origin_of_state(origin, key, value, parameter)
 
     def _run(self, clone: Any) -> None:
         """One step of the copy, which has to change tensors only."""

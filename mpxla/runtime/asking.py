@@ -85,7 +85,7 @@ class Asking:
                 waiting.setdefault(plan, []).append(number)
             else:
                 call.ways[number] = plan
-                changed = plan.runner.plan.cut.step.changed
+                changed = plan.cut.step.changed
                 asking = next((q for q in questions if not changed.isdisjoint(q.asks_of)), None)
                 is_next = not waiting and call.wanted is None
                 if asking is not None and is_next and number + 1 < len(call.ways):
@@ -116,9 +116,9 @@ class Asking:
 
     def _problem_of_turns(self, question: Plan, plan: Plan) -> str | None:
         """Why microbatches cannot run one after the other where one decides for those after it."""
-        names = " and ".join(sorted(question.asks_of & plan.runner.plan.cut.step.changed))
+        names = " and ".join(sorted(question.asks_of & plan.cut.step.changed))
         function = plan.signature.function
-        line = question.runner.plan.cut.step.asked[-1]
+        line = question.cut.step.asked[-1]
         text = f"branches{line} on a value that depends on {names}, which"
         if self._num_replicas > 1 or plan.signature.draws:
             return (
@@ -192,9 +192,9 @@ def _problem_of_draws(function: str, plans: Iterable[Plan]) -> str | None:
             answers, whole = question.signature.answers or (), plan.signature.answers or ()
             if plan is question or answers != whole[: len(answers)]:
                 continue
-            graphs = [[s.graph for s in p.runner.plan.cut.stages] for p in (question, plan)]
+            graphs = [[s.graph for s in p.cut.stages] for p in (question, plan)]
             if not draws_alike(*graphs):
-                line = question.runner.plan.cut.step.asked[-1]
+                line = question.cut.step.asked[-1]
                 return (
                     f"{function} branches{line} on a value that depends on the model and on random "
                     f"numbers (dropout), which would be others when the branch is taken: the step "
@@ -209,7 +209,7 @@ def _problem_of_number(plan: Plan, known: Iterable[Plan]) -> str | None:
     if sum(not other.is_question and other.key == plan.key for other in known) <= MOST_WAYS:
         return None
     return (
-        f"{plan.signature.function} branches{plan.runner.plan.cut.step.asked[-1]} on values that "
+        f"{plan.signature.function} branches{plan.cut.step.asked[-1]} on values that "
         f"depend on the model, in more than {MOST_WAYS} ways. Each is a program of its own: use "
         f"torch.where or a mask in place of the branch, or loop a fixed number of times."
     )
@@ -217,7 +217,7 @@ def _problem_of_number(plan: Plan, known: Iterable[Plan]) -> str | None:
 
 def _warn(plan: Plan) -> None:
     """Tells the user, once for each line that asks."""
-    step, function = plan.runner.plan.cut.step, plan.signature.function
+    step, function = plan.cut.step, plan.signature.function
     if plan.is_question:
         line = step.asked[-1]
         warn_once(

@@ -145,7 +145,7 @@ def as_numbers(passes: Sequence[Pass]) -> list[tuple[int, list[int]]]:
 
 def trained_by(passes: Sequence[Pass]) -> set[str]:
     """Parameters whose gradients passes compute."""
-    stages = [stage for one in passes for stage in one.plan.runner.plan.cut.stages]
+    stages = [stage for one in passes for stage in one.plan.cut.stages]
     return {parameter for stage in stages for parameter in stage.trained}
 
 

@@ -19,7 +19,6 @@ from mpxla.graph.plain import Read
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
-from mpxla.runtime.announced import AnnouncedError, as_announced, raise_announced
 from mpxla.runtime.asking import Asking
 from mpxla.runtime.call import (
     Call,
@@ -30,7 +29,12 @@ from mpxla.runtime.call import (
     what_differs,
     with_draws,
 )
-from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.control import (
+    AnnouncedError,
+    ControlChannel,
+    as_announced,
+    raise_announced,
+)
 from mpxla.runtime.counting import Counters, leave
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.meetings import Meetings
@@ -72,6 +76,7 @@ class Calls:
     Attributes:
         control: announcements inside the pipeline.
         meetings: where ranks come together outside of steps.
+        sharded: where the first ranks of pipelines that hold parameters together compare calls.
         plans: what runs each kind of call.
     """
 
@@ -85,8 +90,8 @@ class Calls:
         is_prescaled = session.config.prescaled_batch or len(sharing) == 1
         self._sharing = Sharing(session.objects, sharing, session.backend, is_prescaled)
         sharded = session.topology.sdp_group(session.rank)
-        self._sharded = ShardedCalls(session.objects, sharded)
-        self.meetings = Meetings(session, self.control, self._sharded)
+        self.sharded = ShardedCalls(session.objects, sharded)
+        self.meetings = Meetings(session, self.control, self.sharded)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
@@ -193,19 +198,6 @@ class Calls:
             raise as_announced(error) from None
         return replace(signature, num_microbatches=len(everyone)), everyone
 
-    def settle(self, exchanges: Sequence[str]) -> None:
-        """What ranks that hold parameters together compare where a plan has just been made.
-
-        The first rank of the pipeline calls it.
-
-        Args:
-            exchanges: what the plan gathers and scatters, on all ranks of the pipeline.
-
-        Raises:
-            RankMismatch: the plan of another replica gathers or scatters something else.
-        """
-        self._sharded.settle(exchanges)
-
     def _compare(
         self,
         text: str,
@@ -223,7 +215,7 @@ class Calls:
         """
         try:
             # Several passes are for those that are not divided (`problem_of_ways`).
-            self._sharded.compare(text, passes[0].plan if passes else None)
+            self.sharded.compare(text, passes[0].plan if passes else None)
             self._sharing.compare(text, as_numbers(passes), tensors, signature)
         except RankMismatch as error:
             self.control.announce(("error", text, RankMismatch, str(error)))
@@ -250,35 +242,30 @@ class Calls:
 
         It would draw what a plan says if it came to decide as it did in the plan's capture.
         """
-        if call.signature.function in self._asking:
+        function = call.signature.function
+        if function in self._asking:
             self._asking.begin(call)
             problem = self._advance(call, view)
-            if problem is not None:
-                raise StepError(problem)
-            return call
-        if call.signature.function in self._counters:
-            problem = self._count(call, view)
-            if problem is not None:
-                raise StepError(problem)
-            return call
+        elif function in self._counters:
+            self._counters.find(call, view)
+            problem = self._divide(call)
+        else:
+            self._find(call, view)
+            problem = self._divide(call)
+        if problem is not None:
+            raise StepError(problem)
+        return call
+
+    def _find(self, call: Call, view: ModelView) -> None:
+        """Finds plans by what the function has drawn before; wanted is the first that lacks one."""
         for draws in [*self._draws.get(call.signature.function, []), ()]:
             given = with_draws(call, draws, Drawer()) if draws else call
             ways = self.plans.find(given.signature, view, given.tensors)
             if not call.ways or ways.count(None) < call.ways.count(None):
                 call.ways = ways
             if None not in ways:
-                break
-        problem = self._divide(call)
-        if problem is not None:
-            raise StepError(problem)
-        if not call.passes:
-            call.wanted = call.ways.index(None)
-        return call
-
-    def _count(self, call: Call, view: ModelView) -> str | None:
-        """What comes next of a call of a function that changes numbers; an error's text if any."""
-        self._counters.find(call, view)
-        return self._divide(call)
+                return
+        call.wanted = call.ways.index(None)
 
     def _advance(self, call: Call, view: ModelView) -> str | None:
         """What comes next of a call of a function that asks, and passes if nothing does."""
@@ -411,9 +398,9 @@ class Calls:
         """
         call.plans[plan.number] = plan
         checks, step_plan = plan.runner.checks, plan.runner.plan
-        is_open = step_plan.is_random or checks.looks_at_inputs or plan.decisions
-        is_open = is_open or len(call.plans) > 1 or plan.signature.answers is not None
-        is_open = is_open or plan.is_once
+        draws_or_looks = step_plan.is_random or checks.looks_at_inputs
+        has_others = len(call.plans) > 1 or plan.signature.answers is not None or plan.is_once
+        is_open = draws_or_looks or has_others or plan.cut.step.decisions
         if self._pp_rank == 0:
             problem = self._take_way(call, plan)
             if is_open or problem is not None:
@@ -446,7 +433,8 @@ class Calls:
         if problem is not None:
             return problem
         if function in self._counters:
-            return self._count(call, self._watch.look())
+            self._counters.find(call, self._watch.look())
+            return self._divide(call)
         is_for = [not plan.is_once or i == call.wanted for i in range(len(given))]
         if plan.signature.answers is not None:
             problem = self._asking.add(call, plan)
@@ -474,8 +462,7 @@ class Calls:
             exchanges: what ranks that hold parameters together have to do alike.
         """
         view = self._watch.look().captured(self._model(), reads)
-        decisions = runner.plan.cut.step.decisions
-        plan = self.plans.add(signature, view, runner, decisions, exchanges)
+        plan = self.plans.add(signature, view, runner, exchanges)
         if signature.draws:
             known = self._draws.setdefault(signature.function, [])
             known[:] = [signature.draws, *(d for d in known if d != signature.draws)]

@@ -21,11 +21,11 @@ from mpxla.graph.questions import told_by_buffers
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
-from mpxla.runtime.announced import AnnouncedError, as_announced
 from mpxla.runtime.asking import whole_way
 from mpxla.runtime.call import Call, trained_by
 from mpxla.runtime.calls import Calls
 from mpxla.runtime.constants import Constants
+from mpxla.runtime.control import AnnouncedError, as_announced
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.derived import set_derived
@@ -216,7 +216,7 @@ class StepEngine:
         own_count = call.signature.num_microbatches // self._num_batches
         first = self._place % self._num_batches * own_count
         returned = self._runner.outputs(parts, slice(first, first + own_count))
-        is_training = any(one.plan.runner.plan.cut.step.is_training for one in call.passes)
+        is_training = any(one.plan.cut.step.is_training for one in call.passes)
         self.meter.note_call(
             plan.signature.function.rpartition(".")[2],
             is_training,
@@ -320,14 +320,17 @@ class StepEngine:
         if cut.step.is_training:
             scaled = [f"scales rows of {name}" for name in cut.step.scaled_tables]
             reduction = self._reducers.prepare([cut], count, [*plan.exchanges(), *scaled])
-        checks = IndexChecks(config.check_indices, cut.step, backend)
-        states, link, models = self._states, self._link, tuple(used)
-        replicas = self._session.topology.rdp_group(self._session.rank)
-        objects = self._session.objects
-        writes = StepWrites(cut.step, states, backend, objects, replicas)
+        replicas = self._groups[REPLICA_GROUP].ranks
         runner = PlanRunner(
-            *(plan, states, link, self._pp_rank, backend, reduction, models, checks),
-            writes,
+            plan,
+            self._states,
+            self._link,
+            self._pp_rank,
+            backend,
+            reduction,
+            tuple(used),
+            IndexChecks(config.check_indices, cut.step, backend),
+            StepWrites(cut.step, self._states, backend, self._session.objects, replicas),
             self._constants,
             gathering,
         )
@@ -372,7 +375,7 @@ class StepEngine:
             if self._pp_rank > 0:
                 return
             try:
-                self.calls.settle(exchanges)
+                self.calls.sharded.settle(exchanges)
             except RankMismatch as error:  # as the other replicas know
                 raise as_announced(error) from None
 

@@ -63,9 +63,9 @@ class CallRunner:
         shares: dict[Plan, Gradients] = {}
         if reduction is not None:
             scale = reduction.objective_scale
-            ends = accumulate(len(plan.runner.plan.cut.stages) for plan in plans)
+            ends = accumulate(len(plan.cut.stages) for plan in plans)
             shares = {
-                plan: Gradients(reduction, scale, whole, end - len(plan.runner.plan.cut.stages))
+                plan: Gradients(reduction, scale, whole, end - len(plan.cut.stages))
                 for plan, end in zip(plans, ends, strict=True)
             }
             reduction.begin()
@@ -85,7 +85,7 @@ class CallRunner:
             found.append(one.plan.runner.run(*arguments, recorder, gradients))
         if reduction is not None:
             reduction.finish(whole)
-        steps = [plan.runner.plan.cut.step for plan in plans]
+        steps = [plan.cut.step for plan in plans]
         hooks = {(name, id(hook)): hook for step in steps for name, hook in step.looking}
         if call.is_last:
             show_gradients([(name, hook) for (name, _), hook in hooks.items()], self._states)
@@ -97,7 +97,7 @@ class CallRunner:
                 *(one.plan.records, step.numbers),
             )
             for one, ran in zip(passes, found, strict=True)
-            for step in [one.plan.runner.plan.cut.step]
+            for step in [one.plan.cut.step]
         ]
         return parts, found
 
@@ -113,7 +113,7 @@ class CallRunner:
         """What Python asks for, of each microbatch of a question; all ranks of the pipeline."""
         runner = question.plan.runner
         ran = runner.run(question.tensors, question.microbatches, seed, self._progress)
-        answers = range(len(runner.plan.cut.step.asked))
+        answers = range(len(question.plan.cut.step.asked))
         found = [[self._backend.view(v).item() for v in ran.fetch(index)] for index in answers]
         return [list(one) for one in zip(*found, strict=True)]
 
@@ -125,7 +125,7 @@ class CallRunner:
         """The reduction of a call that these plans run; None if it evaluates."""
         if len(plans) == 1:
             return plans[0].runner.reduction
-        cuts = [plan.runner.plan.cut for plan in plans]
+        cuts = [plan.cut for plan in plans]
         if not any(cut.step.is_training for cut in cuts):
             return None
         key = tuple(plan.number for plan in plans)

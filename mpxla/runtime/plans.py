@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from mpxla.graph.counted import CountRead, FollowedRead, as_count
-from mpxla.graph.decisions import Decisions
 from mpxla.graph.held_objects import ObjectRead
 from mpxla.graph.left_numbers import RecordRead
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.questions import state_read
 from mpxla.log import get_logger
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.model_watch import ModelView
 from mpxla.runtime.signature import Signature
 
@@ -39,7 +39,6 @@ class Plan:
         view: what the model was when the step was captured.
         runner: runs it.
         to_host: gives tensors of any device on the host.
-        decisions: what Python has read of the inputs when the step was captured.
         exchanges: what ranks that hold parameters together have to do alike in it, in lines.
     """
 
@@ -48,7 +47,6 @@ class Plan:
     view: ModelView
     runner: Any
     to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-    decisions: Decisions | None = None
     exchanges: tuple[str, ...] = ()
 
     @cached_property
@@ -57,14 +55,19 @@ class Plan:
         return hashlib.blake2b("\n".join(self.exchanges).encode(), digest_size=16).hexdigest()
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Signature:
         """Of the signature, whatever Python draws and is told."""
         return self.signature.of_arguments.key
 
     @property
+    def cut(self) -> CutStep:
+        """The step in stages."""
+        return self.runner.plan.cut
+
+    @property
     def is_question(self) -> bool:
         """Whether it only tells what Python asks for (`graph/answers.py`)."""
-        return self.runner.plan.cut.step.is_question
+        return self.cut.step.is_question
 
     @cached_property
     def is_once(self) -> bool:
@@ -94,12 +97,10 @@ class Plan:
     @cached_property
     def asks_of(self) -> set[str]:
         """Parameters and buffers by which it answers, if it is a question."""
-        return state_read(self.runner.plan.cut.step) if self.is_question else set()
+        return state_read(self.cut.step) if self.is_question else set()
 
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
         """(microbatch, what Python would read otherwise) of a call; None if nothing."""
-        if self.decisions is None:
-            return None
         for microbatch, leaves in enumerate(tensors):
             change, _ = self.follow(leaves)
             if change is not None:
@@ -108,9 +109,8 @@ class Plan:
 
     def follow(self, leaves: Sequence[torch.Tensor]) -> tuple[str | None, dict[str, Any]]:
         """What Python would read otherwise in one microbatch, and what it leaves if nothing."""
-        if self.decisions is None:
-            return None, {}
-        return self.decisions.follow(self.to_host(leaves))
+        decisions = self.cut.step.decisions
+        return (None, {}) if decisions is None else decisions.follow(self.to_host(leaves))
 
 
 class Plans:
@@ -188,12 +188,10 @@ class Plans:
         signature: Signature,
         view: ModelView,
         runner: Any,
-        decisions: Decisions | None = None,
         exchanges: Sequence[str] = (),
     ) -> Plan:
         """Keeps a plan under the next number; may drop another one."""
-        number, lines = self._count, tuple(exchanges)
-        plan = Plan(number, signature, view, runner, self._to_host, decisions, lines)
+        plan = Plan(self._count, signature, view, runner, self._to_host, tuple(exchanges))
         self._by_number[plan.number] = plan
         self._by_key.setdefault(signature.key, []).append(plan)
         self._count += 1
@@ -212,6 +210,6 @@ class Plans:
         return plan
 
 
-def _without_flags(signature: Signature) -> Any:
+def _without_flags(signature: Signature) -> Signature:
     """What a call is, whatever the model is: other modules have other flags."""
     return replace(signature, modes="", trainable="", counts=()).key

@@ -55,7 +55,7 @@ def split_into_passes(ways: Sequence[Plan], first: int) -> list[tuple[Plan, tupl
     """Which plan runs which microbatches, in order; the first of them has this number."""
     numbers = range(first, first + len(ways))
     plans = list(dict.fromkeys(ways))
-    if any(plan.runner.plan.cut.step.changed for plan in plans):
+    if any(plan.cut.step.changed for plan in plans):
         groups = itertools.groupby(numbers, lambda number: ways[number - first])
         return [(plan, tuple(own)) for plan, own in groups]
     return [(plan, tuple(i for i in numbers if ways[i - first] is plan)) for plan in plans]
@@ -63,7 +63,7 @@ def split_into_passes(ways: Sequence[Plan], first: int) -> list[tuple[Plan, tupl
 
 def problem_of_ways(plans: Sequence[Plan], num_replicas: int) -> str | None:
     """Why microbatches of one call cannot have these plans, known so far; None if they can."""
-    steps = [plan.runner.plan.cut.step for plan in plans]
+    steps = [plan.cut.step for plan in plans]
     if len({plan.signature.draws for plan in plans}) > 1:
         return "the ways draw other random numbers in Python"
     if any(plan.exchanges for plan in plans):
@@ -104,5 +104,5 @@ def change_of_answers(plan: Plan, other: Plan | None) -> str:
     place = next((i for i, (a, b) in pairs if a != b), None)
     if place is None:
         return "what Python asks for"
-    line = plan.runner.plan.cut.step.asked[place]
+    line = plan.cut.step.asked[place]
     return f"what Python asks for{line} changed from {own[place]} to {others[place]}"

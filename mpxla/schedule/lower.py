@@ -139,30 +139,24 @@ class _Clock:
             (kind.stage, kind.op): [(stage, op) for stage, op, _ in flow.reads(kind.op, kind.stage)]
             for kind in flow.computes()
         }
-        ready = list(range(len(compute)))
-        waiting: dict[_Key, list[int]] = {}
-        while ready:
-            self._advance(ready.pop(), ready, waiting)
+        while any([self._advance(rank) for rank in range(len(compute))]):
+            pass
         self._check_finished()
 
-    def _advance(self, rank: int, ready: list[int], waiting: dict[_Key, list[int]]) -> None:
-        """Runs a rank until an input is missing; ranks set free are appended to `ready`."""
+    def _advance(self, rank: int) -> bool:
+        """Runs a rank until an input is missing; whether it has run anything."""
         starts, actions = self.starts[rank], self._compute[rank]
         free = starts[-1] + 1 if starts else 0
-        for step in range(len(starts), len(actions)):
-            action = actions[step]
+        begun = len(starts)
+        for action in actions[begun:]:
             for read in self._inputs(action):
-                start = self.start_of.get(read)
-                if start is None:
-                    waiting.setdefault(read, []).append(rank)
-                    return
-                if start >= free:
-                    free = start + 1
+                if read not in self.start_of:
+                    return len(starts) > begun
+                free = max(free, self.start_of[read] + 1)
             starts.append(free)
             self.start_of[action] = free
             free += 1
-            if action in waiting:
-                ready += waiting.pop(action)
+        return len(starts) > begun
 
     def _inputs(self, action: Action) -> list[_Key]:
         microbatch = action.microbatch

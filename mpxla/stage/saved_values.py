@@ -54,11 +54,12 @@ def drop_unread(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: 
     when it is written with other operators.
     """
     values = outputs_of(forward.graph)
-    saved = values[num_outputs:]
-    holders = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
-    read = [node for node, holder in zip(saved, holders, strict=True) if holder.users]
-    for holder in holders:
-        if not holder.users:
+    saved, read = values[num_outputs:], []
+    holders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
+    for node, holder in zip(saved, holders, strict=True):
+        if holder.users:
+            read.append(node)
+        else:
             backward.graph.erase_node(holder)
     set_outputs(forward, [*values[:num_outputs], *read])
     backward.recompile()
@@ -71,7 +72,7 @@ def rebuild_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs
     """
     values = outputs_of(forward.graph)
     saved = values[num_outputs:]
-    holders = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
+    holders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
     for position, (node, holder) in enumerate(zip(saved, holders, strict=True)):
         chain = []
         while is_view(node):
@@ -100,16 +101,14 @@ def route_saved(
     forward: fx.GraphModule, num_plain: int, num_objectives: int
 ) -> tuple[tuple[SavedValue, ...], list[fx.Node]]:
     """Drops objectives and repeated or passed-on values from the forward's outputs."""
-    placeholders = {
-        n: i for i, n in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")
-    }
+    arguments = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
     values = outputs_of(forward.graph)
     plain, saved = values[:num_plain], values[num_plain + num_objectives :]
     routes: list[SavedValue] = []
     unique: dict[fx.Node, int] = {}
     for node in saved:
-        if node in placeholders:
-            routes.append(SavedValue(argument=placeholders[node]))
+        if node in arguments:
+            routes.append(SavedValue(argument=arguments[node]))
         else:
             routes.append(SavedValue(output=unique.setdefault(node, len(unique))))
     set_outputs(forward, [*plain, *unique])

@@ -92,8 +92,7 @@ class _LogDeterminant(Function):
         return grad[..., None, None] * _inverse(a).mT
 
 
-def _slogdet(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _LogDeterminant.apply(a)
+_slogdet = _LogDeterminant.apply
 
 
 def _det(a: torch.Tensor) -> torch.Tensor:

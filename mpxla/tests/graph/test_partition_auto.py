@@ -346,17 +346,15 @@ def test_result_of_one_signature_fixes_the_next():
 
 
 def test_fixed_parameters_without_a_linear_cut_make_data_flow_back():
-    fixed = {"model.0.weight": 1, "model.1.weight": 0, "model.2.weight": (1,)}
+    fixed = {"model.0.weight": (1,), "model.1.weight": (0,), "model.2.weight": (1,)}
     result = partition(chain(3), 2, fixed=fixed)
     assert result.placement == (0, 1, 0, 1)
     assert result.stage == (0, 1, 2, 3)
-    assert result.parameter_ranks == {
-        name: (rank,) for name, rank in zip(fixed, (1, 0, 1), strict=True)
-    }
+    assert result.parameter_ranks == fixed
 
 
 def test_later_signature_that_is_too_small_leaves_ranks_idle():
-    result = partition(chain(1), 3, fixed={"model.0.weight": 1, "unread": 2})
+    result = partition(chain(1), 3, fixed={"model.0.weight": (1,), "unread": (2,)})
     assert result.placement == (0, 1)
     assert result.idle_ranks == (2,)
 

@@ -217,7 +217,7 @@ def test_all_ranks_out_of_range_are_named_with_the_valid_range():
 
 
 def test_fixed_parameters_go_before_pins():
-    result = chain_on(0, 0, num_ranks=2, fixed={"model.1.weight": 1})
+    result = chain_on(0, 0, num_ranks=2, fixed={"model.1.weight": (1,)})
     assert result.parameter_ranks == {"model.0.weight": (0,), "model.1.weight": (1,)}
 
 
@@ -232,7 +232,7 @@ def test_fixed_rank_out_of_range():
     with pytest.raises(
         PartitionError, match=r"'model.0.weight' was placed on partition 3, but partitions are 0 to"
     ):
-        chain_on(0, num_ranks=2, fixed={"model.0.weight": 3})
+        chain_on(0, num_ranks=2, fixed={"model.0.weight": (3,)})
 
 
 def test_node_that_reads_parameters_fixed_on_different_ranks():
@@ -242,7 +242,7 @@ def test_node_that_reads_parameters_fixed_on_different_ranks():
         PartitionError,
         match=r"'node_1' \(module 'model.mix'\) reads parameters .* \('a' on 0, 'b' on 1\). Call",
     ):
-        partition(program, 2, {}, fixed={"a": 0, "b": 1})
+        partition(program, 2, {}, fixed={"a": (0,), "b": (1,)})
 
 
 def test_unread_parameter_without_siblings_goes_to_the_default_rank():

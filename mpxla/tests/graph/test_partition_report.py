@@ -29,20 +29,35 @@ def gpt(num_blocks=8):
 
 def report(program, num_stages, **options):
     partition = partition_auto(program.nodes, program.parameter_bytes, num_stages, 0.0, 0.0)
-    return format_report(partition, **options)
+    return text_of(partition, **options)
 
 
-WHOLE = """\
-Partition assignments:
-stage  rank  modules                      parameters  compute   activations       cut
-    0     0  tok, pos, blocks.0-3      10 (9.54 MiB)   50.0 %  1 x 8.00 KiB  3.00 KiB
-    1     1  blocks.4-7, head, (step)   9 (8.58 MiB)   50.0 %  1 x 8.00 KiB  3.00 KiB
-balance of the ranks (largest / mean): compute 1.00, memory 1.05
-parameters held by several ranks: tok.weight on ranks 0, 1"""
+def text_of(partition, flops=(), in_flight=None, weight_bytes=None, split=()):
+    """The report, where all bytes of parameters are weights if nothing else is said."""
+    return format_report(
+        partition,
+        flops=flops,
+        in_flight=in_flight or [1] * partition.num_stages,
+        weight_bytes=weight_bytes or partition.parameter_bytes,
+        split=split,
+    )
+
+
+WHOLE = (
+    "Partition assignments:\n"
+    "stage  rank  modules                      parameters  gradients+state  compute  FLOPs"
+    "   activations       cut\n"
+    "    0     0  tok, pos, blocks.0-3      10 (9.54 MiB)              0 B   50.0 %     66"
+    "  1 x 8.00 KiB  3.00 KiB\n"
+    "    1     1  blocks.4-7, head, (step)   9 (8.58 MiB)              0 B   50.0 %    165"
+    "  1 x 8.00 KiB  3.00 KiB\n"
+    "balance of the ranks (largest / mean): compute 1.00, memory 1.05\n"
+    "parameters held by several ranks: tok.weight on ranks 0, 1"
+)
 
 
 def test_whole_report():
-    assert report(gpt(), 2) == WHOLE
+    assert report(gpt(), 2, flops=range(22)) == WHOLE
 
 
 def test_what_an_optimizer_needs_is_no_parameter():
@@ -57,14 +72,14 @@ def test_parameters_that_ranks_share_are_counted():
     split = {"tok.weight", "model.blocks.1.mlp.weight", "model.blocks.7.attn.weight"}
     rows = report(gpt(), 2, split=split)
     header, *rows = rows.splitlines()[1:4]
-    assert "parameters  split  compute" in header
+    assert "parameters  split  gradients+state  compute" in header
     assert [row.split("MiB)")[1].split()[0] for row in rows] == ["2", "2"]  # one is tied
     assert "split" not in report(gpt(), 2)
 
 
 def test_single_stage():
     row = report(gpt(), 1).splitlines()[2].split()
-    expected = "0 0 tok, pos, blocks, head, (step) 18 (17.2 MiB) 100.0 % 1 x 16.0 KiB 0 B"
+    expected = "0 0 tok, pos, blocks, head, (step) 18 (17.2 MiB) 0 B 100.0 % 0 1 x 16.0 KiB 0 B"
     assert row == expected.split()
 
 
@@ -72,9 +87,9 @@ def test_microbatches_in_flight_weigh_on_memory():
     program = gpt()
     program.parameter_bytes = dict.fromkeys(program.parameter_bytes, 0)
     lines = report(program, 2, in_flight=[3, 1]).splitlines()
-    assert [" ".join(line.split()[-8:-2]) for line in lines[2:4]] == [
-        "50.0 % 3 x 8.00 KiB",
-        "50.0 % 1 x 8.00 KiB",
+    assert [" ".join(line.split()[-9:-2]) for line in lines[2:4]] == [
+        "50.0 % 0 3 x 8.00 KiB",
+        "50.0 % 0 1 x 8.00 KiB",
     ]
     assert "memory 1.50" in lines[4]
 
@@ -115,7 +130,7 @@ def test_ranks_without_a_stage_and_uneven_ranks():
         last = program.layer(last, f"model.{number}")
         pins[last] = rank
     partition = partition_manual(program.nodes, program.parameter_bytes, 3, pins, 0)
-    lines = format_report(partition).splitlines()
+    lines = text_of(partition).splitlines()
     assert [line.split()[:3] for line in lines[2:5]] == [
         ["0", "0", "0"],
         ["1", "1", "1"],
@@ -129,8 +144,8 @@ def test_stage_that_only_hands_inputs_on():
     program = Program()
     program.layer(program.input(4), "model.0")
     partition = partition_manual(program.nodes, program.parameter_bytes, 2, {1: 1}, 0)
-    row = format_report(partition).splitlines()[2]
-    assert row.split() == "0 0 - 0 (0 B) 0.0 % - 4 B".split()
+    row = text_of(partition).splitlines()[2]
+    assert row.split() == "0 0 - 0 (0 B) 0 B 0.0 % 0 - 4 B".split()
 
 
 def test_graph_without_costs():

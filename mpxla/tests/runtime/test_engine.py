@@ -17,8 +17,8 @@ from mpxla.errors import LoweringError, MpxlaError, PeerFailure, RankMismatch, S
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime import calls, cutting
-from mpxla.runtime.announced import AnnouncedError
 from mpxla.runtime.automatic import Choice
+from mpxla.runtime.control import AnnouncedError
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.member import Member
 from mpxla.runtime.microbatch import SplitRule
