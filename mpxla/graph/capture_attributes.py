@@ -34,6 +34,7 @@ from mpxla.user_lines import is_model_code
 
 __all__ = [
     "CONTAINERS",
+    "MODE",
     "PLAIN_CONTAINERS",
     "AttributeLog",
     "Read",
@@ -47,6 +48,8 @@ __all__ = [
 ]
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
+MODE = "training"
+"""The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
 _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
@@ -117,7 +120,7 @@ class AttributeLog:
         place = id(owner), key
         if place in self.first or place in self.written or id(owner) not in self.names:
             return
-        if key not in _OF_TORCH and not self._is_counted(place) and not is_number(value):
+        if _is_of_user(key) and not self._is_counted(place) and not is_number(value):
             self.first[place] = plain(value, self.texts)
             if isinstance(value, CONTAINERS):
                 self.containers[place] = value
@@ -175,7 +178,7 @@ class AttributeLog:
         for place, (_, last) in self.written.items():
             before, owner = self.before[place], self.names[place[0]][1]
             is_read = place in self.first or place in self.inherited
-            if is_read or place[1] in _OF_TORCH or not (is_simple(last) and is_simple(before)):
+            if is_read or not _is_of_user(place[1]) or not (is_simple(last) and is_simple(before)):
                 continue
             name, put = self._name(place), partial(_put, owner, place[1])
             found[name] = Read(name, before, partial(owner.get, place[1], MISSING), put=put)
@@ -259,6 +262,11 @@ def _put(owner: dict[str, Any], key: str, value: Any) -> None:
         owner.pop(key, None)
     else:
         owner[key] = value
+
+
+def _is_of_user(key: str) -> bool:
+    """Whether an attribute of a module is one that user code changes."""
+    return key == MODE or key not in _OF_TORCH
 
 
 def is_simple(value: Any) -> bool:

@@ -33,6 +33,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
+    MODE,
     AttributeLog,
     Read,
     is_simple,
@@ -55,6 +56,7 @@ from mpxla.graph.counted import (
     StateRead,
     as_count,
 )
+from mpxla.graph.decisions import OfModelError
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import Change
 from mpxla.graph.stepgraph import InputKind, StepGraph
@@ -105,6 +107,11 @@ class Attempt:
         found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
         found |= {name: read for name, read in self.entries(names).items() if name in names}
         return {n: r for n, r in self._told_apart(found).items() if _is_state(r.value)}
+
+    def given_numbers(self) -> dict[str, Read]:
+        """Places with a number that may follow from those that are inputs."""
+        counts, found = Counter(read.name for read in self.outer), self.computed()
+        return {n: r for n, r in found.items() if r.put is not None and counts[n] <= 1}
 
     def entries(self, names: Collection[str] = ()) -> dict[str, Read]:
         """Others in containers that it has changed, or that are among some names."""
@@ -184,6 +191,7 @@ class PythonState:
         self._outside = outside
         self._left: list[Callable[[], None]] = []
         self._followed: dict[str, FollowedRead] = {}
+        self._of_model: set[str] = set()
         self._may_count = True
         self.contents: list[tuple[Any, Any]] = []
 
@@ -228,15 +236,24 @@ class PythonState:
                 first = capture(Counting(self._followed))
             except (ValueNeededError, UndecidedError):
                 raise
-            except Exception:
+            except Exception as error:
                 if not self._followed:
                     raise
                 self._refill()
-                self.stop_counting()
+                if isinstance(error, OfModelError):
+                    self._of_model.add(error.name)
+                    del self._followed[error.name]
+                else:
+                    self.stop_counting()
                 continue
             numbers = first.numbers(self._outside)
             more = _all_of(CountRead, numbers)
             more |= _all_of(StateRead, first.states(self._outside))
+            if self._followed:
+                for name, read in first.given_numbers().items():
+                    kind = StateRead if _is_state(read.value) else CountRead
+                    more[name] = kind.of(read)
+            more = {name: read for name, read in more.items() if name not in self._of_model}
             if more and not self._followed:
                 more |= _all_of(StateRead, first.begun())
             if self._followed or more:
@@ -269,7 +286,10 @@ class PythonState:
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
         changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
-        reads = [*kept([*outer, *first.own_reads]), *self._followed.values()]
+        own = first.own_reads
+        if not self._followed:  # calls compare modes; microbatches may leave others
+            own = [read for read in own if not _is_mode(read.name)]
+        reads = [*kept([*outer, *own]), *self._followed.values()]
         computed = first.computed()
         if computed:
             _refuse_computed(first, computed, capture)
@@ -312,7 +332,7 @@ class PythonState:
         names = {read.name for read in flags}
         if first.log.has_constants(names):
             raise _CacheError
-        if self._followed:
+        if self._followed or any(map(_is_mode, names)):  # which loops set back before every step
             self._follow(first, names)
         return [OnceRead(read.name, read.value, read.now) for read in flags], again
 
@@ -354,6 +374,10 @@ def _is_state(value: Any) -> bool:
     return is_simple(value) and not as_count("", value)
 
 
+def _is_mode(name: str) -> bool:
+    return name.rpartition(".")[2] == MODE
+
+
 def _is_changed(read: Read) -> bool:
     """Whether something outside has changed that can be put back."""
     now = read.now()
@@ -391,7 +415,7 @@ def _refuse_computed(
     left = first.left()
     restore(first.log, first.outer)
     for name, read in computed.items():
-        _put(read, type(read.value)(2 * (read.value or 0) + 3))
+        _put(read, _other(read.value))
         is_same = _comes_again(first, capture)
         _put(read, read.value)
         if not is_same:
@@ -405,6 +429,12 @@ def _refuse_computed(
     for read in computed.values():
         _put(read, read.value)
     first.log.warn(computed)
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return type(value)(value + 3) if isinstance(value, (int, float)) else 3.0
 
 
 def _comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
