@@ -33,6 +33,7 @@ from mpxla.log import warn_once
 
 __all__ = [
     "CONTAINERS",
+    "MODE",
     "PLAIN_CONTAINERS",
     "AttributeLog",
     "attributes_noted",
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
+MODE = "training"
+"""The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
 _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
@@ -87,7 +90,7 @@ class AttributeLog:
         place = id(owner), key
         if place in self.first or place in self.written or id(owner) not in self.held:
             return
-        if key not in _OF_TORCH and not self._is_counted(place) and not is_number(value):
+        if _is_of_user(key) and not self._is_counted(place) and not is_number(value):
             self.first[place] = plain(value, self.texts)
             if isinstance(value, CONTAINERS):
                 self.containers[place] = value
@@ -165,7 +168,7 @@ class AttributeLog:
         """Those that it has given plain values without reading them, by name."""
         found: dict[str, Read] = {}
         for place, (_, last) in self.written.items():
-            if self._is_read(place) or place[1] in _OF_TORCH or is_number(last):
+            if self._is_read(place) or not _is_of_user(place[1]):
                 continue
             if is_simple(last) and is_simple(self.before[place]):
                 found[self._name(place)] = self._written_read(place)
@@ -250,6 +253,11 @@ class AttributeLog:
         if place not in self.first:
             return replace(self.inherited[place], put=put)
         return Read(self._name(place), self.first[place], now, self.texts, put)
+
+
+def _is_of_user(key: str) -> bool:
+    """Whether an attribute of a module is one that user code changes."""
+    return key == MODE or key not in _OF_TORCH
 
 
 def is_simple(value: Any) -> bool:

@@ -26,10 +26,9 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpxla.errors import CaptureError
 from mpxla.graph.answers import Answers
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
-from mpxla.graph.decisions import Tape, Written
+from mpxla.graph.decisions import OfModelError, Tape, Written
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import NumberRead, has_number, is_number, takes_numbers_as_tensors
 from mpxla.graph.user_code import at_user_line, needs_value
@@ -217,7 +216,7 @@ class Constants:
         """Writes down what a step leaves in places that it changes, by name.
 
         Raises:
-            CaptureError: one follows from what the model computes.
+            OfModelError: one follows from what the model computes.
         """
         for name, last in left.items():
             value = last.value if isinstance(last, Written) else last
@@ -226,10 +225,7 @@ class Constants:
             elif self.has_value(value.tensor):
                 tape.leave(name, self._value_of(value.tensor))
             elif value is last:
-                raise CaptureError(
-                    f"The step function gives {name} a number that the model has computed. Make "
-                    f"it a buffer: register_buffer with a tensor, then self.name.copy_(value)."
-                )
+                raise OfModelError(name)
 
     def finite(self) -> dict[str, torch.Tensor]:
         """Whether values were finite where Python has read that, by the user's line."""

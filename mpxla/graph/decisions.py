@@ -18,7 +18,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch._C import DisableTorchFunction
 
-__all__ = ["Decisions", "Tape", "Written"]
+from mpxla.errors import CaptureError
+
+__all__ = ["Decisions", "OfModelError", "Tape", "Written"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,17 @@ class Decisions:
             for name, value in self.left.items()
         }
         return None, left
+
+
+class OfModelError(CaptureError):
+    """A step leaves a number of the model's in a place of a name that is to be followed."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"The step function gives {name} a number that the model has computed. Make it a "
+            f"buffer: register_buffer with a tensor, then self.name.copy_(value)."
+        )
+        self.name = name
 
 
 @dataclass(frozen=True)

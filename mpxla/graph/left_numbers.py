@@ -77,15 +77,16 @@ def numbers_left(
     outer: Sequence[Read],
     contents: Sequence[tuple[Any, Any]],
     is_known: Callable[[torch.Tensor], bool],
-) -> list[LeftNumber]:
+) -> tuple[list[LeftNumber], dict[str, RecordRead]]:
     """What a step function has left, when it has run; places then are what they were.
+
+    Also places with numbers that follow from inputs alone, which may be followed (`counted.py`).
 
     Args:
         log: what it did with attributes.
         outer: what it names of globals and closures.
         contents: containers, with copies of what they held.
-        is_known: says whether a value follows from inputs alone: such numbers are followed
-            (`counted.py`).
+        is_known: says whether a value follows from inputs alone.
     """
     held = {id(container): before for container, before in contents}
     found = [_of(read, last) for read, last in log.numbers_left()]
@@ -96,15 +97,18 @@ def numbers_left(
     for read in (*outer, *(read for read, _ in log.filled())):
         found += _in_container(read, held)
     counts = Counter(one.read.name for one in found)
-    found = [
-        one
-        for one in found
-        if counts[one.read.name] == 1  # others cannot be told apart
-        if not all(is_known(n.tensor) for n in pytree.tree_leaves(one.value) if is_number(n))
-    ]
-    for read, _ in found:
-        _put_back(read)
-    return found
+    left: list[LeftNumber] = []
+    given: dict[str, RecordRead] = {}
+    for one in found:
+        numbers = [leaf for leaf in pytree.tree_leaves(one.value) if is_number(leaf)]
+        if counts[one.read.name] > 1:  # they cannot be told apart
+            continue
+        if not all(is_known(number.tensor) for number in numbers):
+            left.append(one)
+            _put_back(one.read)
+        elif is_number(one.value):
+            given[one.read.name] = one.read
+    return left, given
 
 
 def _of(read: Read, value: Any, is_more: bool = False) -> LeftNumber:

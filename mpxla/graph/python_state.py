@@ -33,6 +33,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
+    MODE,
     AttributeLog,
     is_simple,
     kept,
@@ -54,6 +55,7 @@ from mpxla.graph.counted import (
     StateRead,
     as_count,
 )
+from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
 from mpxla.graph.plain import Change, Read
@@ -77,6 +79,7 @@ class Attempt:
         log: what it did with attributes.
         outer: what it names of globals and closures, but for those that are inputs.
         computed: places to which it has given numbers that the model computes, by name.
+        given: those with numbers that follow from inputs alone.
     """
 
     step: StepGraph
@@ -84,6 +87,7 @@ class Attempt:
     log: AttributeLog
     outer: list[Read]
     computed: dict[str, RecordRead]
+    given: dict[str, RecordRead]
 
     def changed(self) -> dict[str, Read]:
         """Plain values that it has read and changed, by name."""
@@ -107,6 +111,10 @@ class Attempt:
         found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
         found |= {name: read for name, read in self.entries(names).items() if name in names}
         return {n: r for n, r in self._told_apart(found).items() if _is_state(r.value)}
+
+    def given_numbers(self) -> dict[str, Read]:
+        """Places with a number that may follow from those that are inputs."""
+        return {name: read for name, read in self.given.items() if self.log.is_read(name)}
 
     def entries(self, names: Collection[str] = ()) -> dict[str, Read]:
         """Others in containers that it has changed, or that are among some names."""
@@ -182,6 +190,7 @@ class PythonState:
         self._outside = outside
         self._left: list[Callable[[], None]] = []
         self._followed: dict[str, FollowedRead] = {}
+        self._of_model: set[str] = set()
         self._may_count = True
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
@@ -228,19 +237,31 @@ class PythonState:
                 first = capture(Counting(self._followed))
             except (ValueNeededError, UndecidedError):
                 raise
-            except Exception:
+            except Exception as error:
                 if not self._followed:
                     raise
                 self._refill()
-                self.stop_counting()
+                if isinstance(error, OfModelError):
+                    self._of_model.add(error.name)
+                    del self._followed[error.name]
+                else:
+                    self.stop_counting()
                 continue
             numbers = first.numbers(self._outside)
             more = _all_of(CountRead, numbers)
             more |= _all_of(StateRead, first.states(self._outside))
+            if self._followed:
+                for name, read in first.given_numbers().items():
+                    kind = StateRead if _is_state(read.value) else CountRead
+                    more[name] = kind.of(read)
+            more = {name: read for name, read in more.items() if name not in self._of_model}
             if more and not self._followed:
                 more |= _all_of(StateRead, first.begun())
             if self._followed or more:
-                more |= _all_of(LeftRead, first.log.only_written())
+                written = first.log.only_written()
+                more |= _all_of(
+                    LeftRead, {n: r for n, r in written.items() if n not in first.computed}
+                )
             if not more:
                 try:
                     return self._judged(first, lambda *a: capture(Counting(self._followed), *a))
@@ -272,7 +293,10 @@ class PythonState:
         capture = partial(capture, records)
         changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
         changed = {name: read for name, read in changed.items() if name not in records}
-        reads = [*kept([*outer, *first.own_reads]), *self._followed.values(), *records.values()]
+        own = first.own_reads
+        if not self._followed:  # calls compare modes; microbatches may leave others
+            own = [read for read in own if not _is_mode(read.name)]
+        reads = [*kept([*outer, *own]), *self._followed.values(), *records.values()]
         left = first.left()
         try:
             once, counts = self._once(first, changed, capture) if changed else ([], set())
@@ -346,7 +370,7 @@ class PythonState:
         names = {read.name for read in flags}
         if first.log.has_constants(names):
             raise _CacheError
-        if self._followed:
+        if self._followed or any(map(_is_mode, names)):  # which loops set back before every step
             self._follow(first, names)
         return [OnceRead(read.name, read.value, read.now) for read in flags], again
 
@@ -386,6 +410,10 @@ def _all_of(kind: type[FollowedRead], reads: dict[str, Read]) -> dict[str, Follo
 def _is_state(value: Any) -> bool:
     """Whether a value can be one by which a function goes on, of which there are few."""
     return is_simple(value) and not as_count("", value)
+
+
+def _is_mode(name: str) -> bool:
+    return name.rpartition(".")[2] == MODE
 
 
 def _is_changed(read: Read) -> bool:

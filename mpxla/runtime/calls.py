@@ -337,9 +337,9 @@ class Calls:
             signature = received(rest[0], args, kwargs)
         else:
             signature = self.plans.use(rest[0][0][0]).signature
+        view = self._watch.look()  # before modes are those that a microbatch has left
         call = Call(signature, [], {}, arguments=(args, kwargs))
         self._take(call, message)
-        view = self._watch.look()
         if signature.modes != view.modes:
             raise RankMismatch(
                 f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "

@@ -200,13 +200,15 @@ class Tracing:
             objects = [*((place.name, place.value, place.get) for place in found.places), *own]
             contents, held = self.state.contents, self.state.held
             stand_ins, computed = StandIns(records), dict[str, RecordRead]()
+            by_inputs: dict[str, RecordRead] = {}
 
             def note() -> None:
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
-                others = numbers_left(log, reads, contents, recorder.is_constant)
+                others, known_too = numbers_left(log, reads, contents, recorder.is_constant)
                 left = [*stand_ins.left, *others]
                 computed.update((read.name, read) for read, _ in left)
+                by_inputs.update(known_too)
                 recorder.recording = Recording({r.name: (value, r.is_more) for r, value in left})
 
             with (
@@ -217,7 +219,7 @@ class Tracing:
             ):
                 try:
                     step = capture(counting, stand_ins, note)
-                    return Attempt(step, log.reads(), log, reads, computed)
+                    return Attempt(step, log.reads(), log, reads, computed, by_inputs)
                 except BaseException:
                     restore(log, reads)
                     raise

@@ -28,6 +28,13 @@ class Progress:
     weight: float = 1.0
 
 
+class Doubling(nn.Module):
+    """Doubles while it trains."""
+
+    def forward(self, h):
+        return 2 * h if self.training else h
+
+
 class Net(nn.Module):
     """Layers around what `kind` names."""
 
@@ -42,6 +49,7 @@ class Net(nn.Module):
         self.counts, self.nested = [0, 5], {"a": {"calls": 0, "rates": [1.0]}}
         self.by_default, self.by_counter = defaultdict(int), Counter(calls=0)
         self.switches, self.scale = {"on": False}, scaled_by_calls()
+        self.part, self.is_hot = Doubling(), True
         if kind == "hooked":
             self.first.register_forward_hook(counting_hook())
 
@@ -72,6 +80,29 @@ class Net(nn.Module):
         self.decay = min(0.9, self.num_calls / (3 + self.num_calls))
         self.note = "early" if self.num_calls % 4 < 2 else "late"
         return h * self.num_calls
+
+    def flag_by_calls(self, h):
+        self.num_calls += 1
+        h = -h if self.is_hot else h
+        self.is_hot = self.num_calls % 3 == 1
+        return h
+
+    def mode_after_use(self, h):
+        h = self.part(h)
+        self.part.train(not self.part.training)
+        return h
+
+    def mode_by_calls(self, h):
+        self.num_calls += 1
+        h = self.part(h)
+        self.part.train(self.num_calls % 3 == 1)
+        return h
+
+    def frozen_by_calls(self, h):
+        self.num_calls += 1
+        if self.num_calls > 5:
+            self.part.eval()
+        return self.part(h)
 
     # --- what is not there first -----------------------------------------------------------------
 
@@ -131,7 +162,8 @@ class Net(nn.Module):
 KINDS = (
     "toggled toggled_in_a_dictionary mode_by_count only_written not_there none_first "
     "none_beside_a_counter new_keys highest in_containers of_the_class of_a_dataclass "
-    "of_a_function hooked powers"
+    "of_a_function hooked powers mode_after_use mode_by_calls flag_by_calls "
+    "frozen_by_calls"
 ).split()
 
 
@@ -165,9 +197,10 @@ def raw_model(kind):
 def values_of(model):
     named = (
         "is_on mode started num_calls decay best note counts nested by_default by_counter switches "
-        "rounds num_made"
+        "rounds num_made is_hot"
     ).split()
-    text = repr([getattr(model, name, None) for name in named] + [model.progress])
+    values = [getattr(model, name, None) for name in named]
+    text = repr([*values, model.progress, model.part.training])
     return re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.9f}", text)
 
 
@@ -210,6 +243,7 @@ def train(keys, kinds):
     ("kinds", "stages"),
     [
         (["toggled", "mode_by_count", "only_written", "not_there"], 2),
+        (["mode_after_use", "mode_by_calls", "flag_by_calls", "frozen_by_calls"], 2),
         (["none_beside_a_counter", "highest", "in_containers", "of_the_class", "hooked"], 1),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],

@@ -5,6 +5,7 @@ trainer, numbers of items, an optimizer at all), so `trainer.py` is told that th
 the methods here replace those of its plain code that touch the model.
 """
 
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,7 @@ from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.parallel.state_dicts import to_host
 from mpxla.runtime.outputs import StepOutput
 
-__all__ = ["patch_sft", "patch_training"]
+__all__ = ["patch_sft", "patch_training", "shifts_by_default"]
 
 _CACHES = ["past_key_values", "cache"]
 """What models call their caches of keys and values: until transformers 5.23, and from 5.24 on."""
@@ -127,9 +128,20 @@ def _cut(trainer: Any, inputs: dict[str, Any], num_items: Any, *, is_training: b
         inputs,
         mpxla.state.cfg.microbatches,
         num_items,
-        is_shifted=trainer._loss_shifts_labels,
+        is_shifted=trainer._loss_shifts_labels or shifts_by_default(trainer.model),
         is_training=is_training,
     )
+
+
+def shifts_by_default(model: Any) -> bool:
+    """Whether a model has the causal loss because transformers knows no loss by its name.
+
+    GPT-2 has, for one. `Trainer` does not take such losses for shifted ones.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    if getattr(model, "loss_type", None) is not None:
+        return False
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 def _prediction_step(

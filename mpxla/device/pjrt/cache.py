@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 from jax.experimental import serialize_executable
+from jaxlib import lapack
 
 from mpxla.device.pjrt.arrays import Device
 from mpxla.env import compiler_flags
@@ -37,6 +39,8 @@ def program_key(device: Device, *parts: str) -> str:
 def read_program(value: bytes, device: Device) -> jax.stages.Compiled:
     """What `write_program` has written, ready to be called."""
     held: tuple[bytes, Any, Any] = pickle.loads(value)
+    if b"lapack_" in held[0]:  # jax loads the library when it traces such a program
+        lapack.prepare_lapack_call("getrf_ffi", np.dtype(np.float32))
     return serialize_executable.deserialize_and_load(*held, execution_devices=[device])
 
 

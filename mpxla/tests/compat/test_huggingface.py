@@ -14,6 +14,7 @@ from mpxla.compat import CompatError
 from mpxla.compat.__main__ import main
 from mpxla.compat.huggingface.batches import cut_batch
 from mpxla.compat.huggingface.refusals import patch_arguments
+from mpxla.compat.huggingface.training import shifts_by_default
 from mpxla.compat.patching import Patches, patched_on_import
 from mpxla.compat.settings import Pipeline, trainer_variables
 from mpxla.tests.compat import launching
@@ -184,6 +185,34 @@ def test_weighted_microbatches_have_the_loss_of_the_batch(num_rows, is_counted):
     ]
     assert all(torch.isfinite(value) for value in losses)
     torch.testing.assert_close(sum(losses), loss(values, labels, num_items), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.unit
+def test_models_shift_labels_where_transformers_knows_no_loss_by_their_names():
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        XLNetConfig,
+        XLNetLMHeadModel,
+    )
+
+    small = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    models = {
+        GPT2LMHeadModel(
+            GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, eos_token_id=0, bos_token_id=0)
+        ): True,
+        XLNetLMHeadModel(XLNetConfig(vocab_size=8, d_model=4, n_layer=1, n_head=1)): False,
+        LlamaForCausalLM(LlamaConfig(**small, intermediate_size=4)): False,  # its name says it
+    }
+    for model, expected in models.items():
+        assert shifts_by_default(model) is expected
+        if expected:  # the first label does not count
+            ids = torch.arange(6)[None]
+            labels = torch.where(ids > 0, ids, -100)
+            model.eval()
+            assert model(ids, labels=labels).loss == model(ids, labels=ids).loss
 
 
 @pytest.mark.unit

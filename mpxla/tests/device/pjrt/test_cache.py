@@ -1,6 +1,8 @@
 """Programs on disk: what is found again, and what is another program."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -77,6 +79,29 @@ def test_random_programs_draw_the_same_when_loaded(backend, tmp_path):
         return backend.view(program(backend.zeros(SPECS), seed)[0]).clone()
 
     assert torch.equal(drawn(), drawn())
+
+
+def factored(folder, name):
+    """Factors a matrix. Returns its first number, and how many programs are found on disk."""
+    backend = PjrtBackend("cpu")
+    kept = open_kept(folder, backend.machine)
+    backend.keep_programs(kept)
+    functions = {
+        "cholesky": torch.linalg.cholesky,
+        "triangular": lambda x: torch.linalg.solve_triangular(x, 4 * x.mT, upper=True),
+    }
+    specs = [TensorSpec((3, 3), torch.float32)]
+    program = compile_function(backend, name, lambda x: [functions[name](x)], specs)
+    (found,) = program(backend.put([torch.eye(3) * 4]))
+    return backend.view(found)[0, 0].item(), kept.num_found
+
+
+@pytest.mark.parametrize(("name", "number"), [("cholesky", 2.0), ("triangular", 4.0)])
+def test_programs_of_linear_algebra_run_where_none_was_traced(tmp_path, name, number):
+    assert factored(str(tmp_path), name) == (number, 0)
+    code = f"from {__name__} import factored; print(factored({str(tmp_path)!r}, {name!r}))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == str((number, 1)), ran.stderr
 
 
 def test_a_program_that_cannot_be_loaded_is_compiled_anew(backend, tmp_path, caplog, monkeypatch):
