@@ -101,7 +101,7 @@ def numbers_left(
     given: dict[str, RecordRead] = {}
     for one in found:
         numbers = [leaf for leaf in pytree.tree_leaves(one.value) if is_number(leaf)]
-        if counts[one.read.name] > 1:  # they cannot be told apart
+        if one.read.name in log.counted or counts[one.read.name] > 1:  # which cannot be told apart
             continue
         if not all(is_known(number.tensor) for number in numbers):
             left.append(one)
