@@ -101,7 +101,9 @@ class AttributeLog:
         place = id(owner), key
         if place in self.inherited or id(owner) not in self.held or self._is_counted(place):
             return
-        if is_number(value):  # an attribute of the class that is an input
+        name = self._name(place)
+        if is_number(value):  # of the class, whose number is an input until the object has its own
+            self.inherited[place] = Read(name, MISSING, self.held[id(owner)].reader(key))
             return
         if isinstance(value, FUNCTIONS) or getattr(kind, key, MISSING) is not value:
             return  # a method, or what a property has computed
@@ -112,7 +114,6 @@ class AttributeLog:
             own = held.get(key)
             return getattr(kind, key, MISSING) if own is MISSING else own
 
-        name = self._name(place)
         self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
 
     def note_write(self, owner: dict[str, Any], key: str, value: Any) -> None:

@@ -5,7 +5,9 @@ their numbers, which programs read anew in every call, and so do modules. What e
 as equal to anything. This module must not know where values come from.
 """
 
+import functools
 import marshal
+import sys
 import types
 import zlib
 from collections import deque
@@ -17,6 +19,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import nn
+
+from mpxla.user_lines import is_model_code
 
 __all__ = ["FUNCTIONS", "LARGE", "MISSING", "UNKNOWN", "Change", "Read", "change", "plain"]
 
@@ -159,10 +163,18 @@ def _entries(value: Any) -> dict[Any, Any] | None:
         return cast(dict[Any, Any], value)
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
-    slots = getattr(type(value), "__dataclass_fields__", None)
-    if slots is not None and not hasattr(value, "__dict__"):
-        return {name: getattr(value, name, None) for name in slots}
-    return None
+    names = _slots_of(type(value))
+    return {name: getattr(value, name, None) for name in names} if names else None
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the attributes of objects of a model's class that have no dictionary."""
+    own = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = dict.fromkeys(n for slots in own for n in ((slots,) if type(slots) is str else slots))
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    is_known = hasattr(kind, "__dataclass_fields__") or file is None or is_model_code(file)
+    return tuple(names) if is_known and not kind.__dictoffset__ else ()
 
 
 def _is_flat(value: Any) -> bool:

@@ -237,10 +237,10 @@ def test_what_the_methods_of_a_model_read_is_noticed():
         "first call",
         "settings['alpha'] changed from 1.0 to 2.0",
         "model.config.alpha changed from 1.0 to 3.0",
-        "model.scale changed from 1.0 to 4.0",
+        "Layer.scale changed from 1.0 to 4.0",
         "model.options['alpha'] changed from 1.0 to 5.0",
         "the tensor tensor was replaced",
-        "model.scale changed from 4.0 to 7.0",
+        "model.scale changed from nothing to 7.0",
     ]
     for (line,), reason in zip(found[1::2], reasons, strict=True):
         assert f"({reason})" in line
