@@ -156,7 +156,7 @@ class AttributeLog:
         for place, (_, last) in self.written.items():
             before = self.before[place]
             is_open = is_simple(before) or not self._is_read(place)
-            if place[1] not in _OF_TORCH and is_open and is_recordable(last):
+            if _is_of_user(place[1]) and is_open and is_recordable(last):
                 found.append((self._written_read(place), last))
         return found
 
