@@ -218,6 +218,7 @@ def test_tensors_for_others_are_no_state():
 def train_each(kinds):
     found = {}
     for kind in kinds:
+        features.clear()  # of other tests in the same process
         try:
             train({"microbatches": 2}, kind, 1)
         except CaptureError as error:
