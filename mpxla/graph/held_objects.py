@@ -10,6 +10,7 @@ This module must not know what is read of them.
 import sys
 import types
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ __all__ = ["Held", "ObjectRead", "held_objects"]
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
+_CONTAINERS = (dict, list, tuple, deque)
 _DEPTH, _MOST_OBJECTS = 4, 2000
 """How far objects inside objects are looked for."""
 
@@ -130,7 +132,7 @@ def held_objects(
         seen.add(id(value))
         if depth >= _DEPTH:
             continue
-        if isinstance(value, (dict, list, tuple)):
+        if isinstance(value, _CONTAINERS):
             waiting += (
                 (f"{name}[{key!r}]", part, depth + 1, partial(_part, get, key), place)
                 for key, part in _entries(value)
@@ -159,8 +161,7 @@ def _part(get: Callable[[], Any], key: Any) -> Any:
 
 
 def _is_looked_into(part: Any) -> bool:
-    is_container = isinstance(part, (dict, list, tuple))
-    return is_container or (has_attributes(part) and _may_be_a_models(type(part)))
+    return isinstance(part, _CONTAINERS) or (has_attributes(part) and _may_be_a_models(type(part)))
 
 
 def _may_be_a_models(kind: type) -> bool:

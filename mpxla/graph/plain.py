@@ -5,15 +5,20 @@ their numbers, which programs read anew in every call, and so do modules. What e
 as equal to anything. This module must not know where values come from.
 """
 
+import datetime
 import functools
 import marshal
+import operator
+import re
 import sys
 import types
 import zlib
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -41,9 +46,12 @@ MISSING = _Missing.MISSING
 """In the place of an attribute that is not there."""
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum),
-    *(np.generic, *FUNCTIONS),
+    *(np.generic, *FUNCTIONS, type, types.ModuleType, range, slice, Decimal, Fraction),
+    *(datetime.date, datetime.time, datetime.timedelta, re.Pattern),
 )
 _THEMSELVES = (torch.Tensor, nn.Module)
+_MAPPINGS = (types.MappingProxyType, ChainMap, UserDict)
+_GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _SEQUENCES, _SETS = (list, tuple, deque), (set, frozenset)
 _MOST_ELEMENTS = 512
 """Of which each is looked at; of larger containers the bytes are compared."""
@@ -59,6 +67,26 @@ class _Content:
 
     def __repr__(self) -> str:
         return f"{self.kind} with checksum {zlib.crc32(self.data):08x}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Opaque:
+    """An object of which nothing can be seen but which one it is, and whether it equals another."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Opaque):
+            return False
+        if self.value is other.value:
+            return True
+        try:
+            return bool(self.value == other.value)
+        except Exception:  # of what compares by elements
+            return False
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 class Change(NamedTuple):
@@ -124,6 +152,10 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
         entries = None if isinstance(value, (*_SEQUENCES, *_SETS)) else _entries(value)
         if entries is not None and not names.isdisjoint(k for k in entries if isinstance(k, str)):
             entries = {k: v for k, v in entries.items() if not isinstance(k, str) or k in names}
+        if entries is None and isinstance(value, _GETTERS):
+            value = value.__reduce__()[1]
+        elif isinstance(value, functools.partial):
+            value = (value.func, value.args, value.keywords)
         held = value if entries is None else entries
         if isinstance(held, (dict, *_SEQUENCES, *_SETS)) and count + len(held) > _MOST_ELEMENTS:
             return _packed(held)
@@ -131,7 +163,10 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
             return frozenset(cast(Set[Any], value))
         if isinstance(value, _SEQUENCES):
             return (tuple if isinstance(value, tuple) else list)(map(copied, value))
-        return UNKNOWN if entries is None else {key: copied(v) for key, v in entries.items()}
+        if entries is not None:
+            return {key: copied(v) for key, v in entries.items()}
+        # Other objects are looked at for their attributes (`held_objects.py`).
+        return UNKNOWN if hasattr(value, "__dict__") else _Opaque(value)
 
     return copied(value)
 
@@ -159,8 +194,10 @@ def _packed(value: Any) -> Any:
 
 def _entries(value: Any) -> dict[Any, Any] | None:
     """Of dictionaries, and of objects whose attributes nothing else can notice."""
-    if isinstance(value, dict):
-        return cast(dict[Any, Any], value)
+    if isinstance(value, (dict, *_MAPPINGS)):
+        return dict(cast(dict[Any, Any], value))
+    if isinstance(value, UserList):
+        return {"data": value.data}
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
     names = _slots_of(type(value))

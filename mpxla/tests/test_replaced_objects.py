@@ -1,6 +1,12 @@
 """Objects with attributes that a script puts in the place of others, between steps."""
 
+import functools
+import operator
 import re
+from collections import ChainMap, UserList, deque
+from decimal import Decimal
+from fractions import Fraction
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -110,6 +116,78 @@ def test_objects_that_a_script_replaces_are_read_and_counted_in(stages):
     for losses, values in run_ranks(train_replaced, stages, keys):
         close(losses, expected)
         assert values == wanted
+
+
+class Various(nn.Module):
+    """Reads what has no attributes of Python, or those of a library's class."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        for name, make in MAKE.items():
+            setattr(self, name, make(1))
+
+    def forward(self, x):
+        h = self.layer(x)
+        for name, use in USE.items():
+            h = use(getattr(self, name), h)
+        return h
+
+
+MAKE = {
+    "partial": lambda n: functools.partial(torch.mul, other=1 + n / 10),
+    "decimal": lambda n: Decimal(n),
+    "fraction": lambda n: Fraction(n, 2),
+    "places": lambda n: range(n),
+    "part": lambda n: slice(0, n),
+    "kind": lambda n: (nn.Tanh, nn.Sigmoid)[n - 1],
+    "getter": lambda n: operator.itemgetter(n),
+    "chained": lambda n: ChainMap({"n": n}),
+    "seen": lambda n: MappingProxyType({"n": n}),
+    "listed": lambda n: UserList([n]),
+    "waiting": lambda n: deque([Settings(n / 2)]),
+    "inside": lambda n: (Settings(1.0), {"a": [Settings(n / 2)]}),
+}
+USE = {
+    "partial": lambda value, h: value(h),
+    "decimal": lambda value, h: h / float(value),
+    "fraction": lambda value, h: h * float(value),
+    "places": lambda value, h: h * len(value),
+    "part": lambda value, h: h * (1 + h[:, value].mean()),
+    "kind": lambda value, h: value()(h),
+    "getter": lambda value, h: h * value([1.0, 1.5, 2.0]),
+    "chained": lambda value, h: h + h.roll(1, 1) * value["n"],
+    "seen": lambda value, h: h * value["n"],
+    "listed": lambda value, h: h - h.roll(2, 1) * value[0] / 3,
+    "waiting": lambda value, h: h * value[0].scale,
+    "inside": lambda value, h: h + h.roll(1) * value[1]["a"][0].scale,
+}
+
+
+def train_various(keys):
+    torch.manual_seed(3)
+    raw = Various()
+    model = raw
+    if keys is not None:
+        smp.init(keys)
+        model = smp.DistributedModel(raw)
+        step = smp.step(train_step)
+    found = []
+    for name, make in ({"": None} | MAKE).items():
+        if name:
+            setattr(raw, name, make(2))
+        if keys is None:
+            found += [functional.cross_entropy(model(x), y) for x, y in [batch(0)]]
+        else:
+            found.append(step(model, *batch(0)).reduce_mean())
+    return torch.stack(found).detach()
+
+
+def test_other_values_that_a_script_replaces_are_noticed():
+    expected = train_various(None)
+    assert len(set(expected.tolist())) == 1 + len(MAKE)
+    (losses,) = run_ranks(train_various, 1, {"microbatches": 1})
+    close(losses, expected)
 
 
 def rounded(text):
