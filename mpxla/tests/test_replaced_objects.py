@@ -185,7 +185,7 @@ def train_various(keys):
 
 def test_other_values_that_a_script_replaces_are_noticed():
     expected = train_various(None)
-    assert len(set(expected.tolist())) == 1 + len(MAKE)
+    assert (expected.diff().abs() > 0.01).all()  # each of them matters
     (losses,) = run_ranks(train_various, 1, {"microbatches": 1})
     close(losses, expected)
 
