@@ -156,7 +156,8 @@ def iterators_refused(reached: Sequence[Place]) -> Generator[None]:
     loader: Any = DataLoader
     original = loader.__iter__
     own = threading.get_ident()
-    iterators = [place for place in reached if _is_iterator(place.value)]
+    found = ((place, place.put) for place in reached if _is_iterator(place.value))
+    iterators = [(place, put) for place, put in found if put is not None]
 
     def refuse(self: Any) -> Any:
         if threading.get_ident() != own or current_recorder() is None:
@@ -164,13 +165,13 @@ def iterators_refused(reached: Sequence[Place]) -> Generator[None]:
         raise _refusal(f"a {type(self).__name__}")
 
     try:
-        for place in iterators:
-            place.put(_Refusing(f"the iterator {place.name}"))
+        for place, put in iterators:
+            put(_Refusing(f"the iterator {place.name}"))
         with exchanged(loader, __iter__=refuse):
             yield
     finally:
-        for place in iterators:
-            place.put(place.value)
+        for place, put in iterators:
+            put(place.value)
 
 
 def argument_without_iterator(value: Any, path: str) -> Any:

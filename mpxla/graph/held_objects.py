@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 
-from mpxla.graph.plain import FUNCTIONS, MISSING, Change, Read
+from mpxla.graph.plain import FUNCTIONS, MISSING, Change, Read, entries_of
 from mpxla.user_lines import is_model_code
 
 __all__ = ["Held", "ObjectRead", "held_objects"]
@@ -27,8 +27,8 @@ __all__ = ["Held", "ObjectRead", "held_objects"]
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
-_CONTAINERS = (dict, list, tuple, deque)
-_DEPTH, _MOST_OBJECTS = 4, 2000
+_VALUES = (bool, int, float, str, types.NoneType)
+_DEPTH, _MOST_OBJECTS = 8, 5000
 """How far objects inside objects are looked for."""
 
 
@@ -132,10 +132,11 @@ def held_objects(
         seen.add(id(value))
         if depth >= _DEPTH:
             continue
-        if isinstance(value, _CONTAINERS):
+        contents = _contents_of(value)
+        if contents is not None:
             waiting += (
                 (f"{name}[{key!r}]", part, depth + 1, partial(_part, get, key), place)
-                for key, part in _entries(value)
+                for key, part in contents.items()
                 if _is_looked_into(part)
             )
         elif (is_open or is_module) and _may_be_a_models(type(value)):
@@ -148,20 +149,27 @@ def held_objects(
     return found
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
+def _contents_of(value: Any) -> dict[Any, Any] | None:
+    """What is in a container; None of what is none."""
+    is_sequence = isinstance(value, (list, tuple, deque))
+    return dict(enumerate(cast(Any, value))) if is_sequence else entries_of(value)
 
 
 def _part(get: Callable[[], Any], key: Any) -> Any:
     """What is in a container, which may be another one by now."""
-    try:
-        return get()[key]
-    except (KeyError, IndexError, TypeError):
-        return MISSING
+    container = get()
+    if isinstance(container, (dict, list, tuple)):  # in every call of a step
+        try:
+            return container[key]
+        except (KeyError, IndexError, TypeError):
+            return MISSING
+    return (_contents_of(container) or {}).get(key, MISSING)
 
 
 def _is_looked_into(part: Any) -> bool:
-    return isinstance(part, _CONTAINERS) or (has_attributes(part) and _may_be_a_models(type(part)))
+    if has_attributes(part):
+        return _may_be_a_models(type(part)) or _contents_of(part) is not None
+    return not isinstance(part, _VALUES) and _contents_of(part) is not None
 
 
 def _may_be_a_models(kind: type) -> bool:

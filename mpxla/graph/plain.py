@@ -12,6 +12,7 @@ import operator
 import re
 import sys
 import types
+import weakref
 import zlib
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Set
@@ -27,7 +28,17 @@ from torch import nn
 
 from mpxla.user_lines import is_model_code
 
-__all__ = ["FUNCTIONS", "LARGE", "MISSING", "UNKNOWN", "Change", "Read", "change", "plain"]
+__all__ = [
+    "FUNCTIONS",
+    "LARGE",
+    "MISSING",
+    "UNKNOWN",
+    "Change",
+    "Read",
+    "change",
+    "entries_of",
+    "plain",
+]
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 UNKNOWN, LARGE = object(), object()
@@ -149,7 +160,7 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
             return value
         if isinstance(value, np.ndarray):
             return _content_of(value)
-        entries = None if isinstance(value, (*_SEQUENCES, *_SETS)) else _entries(value)
+        entries = None if isinstance(value, (*_SEQUENCES, *_SETS)) else entries_of(value)
         if entries is not None and not names.isdisjoint(k for k in entries if isinstance(k, str)):
             entries = {k: v for k, v in entries.items() if not isinstance(k, str) or k in names}
         if entries is None and isinstance(value, _GETTERS):
@@ -166,7 +177,8 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
         if entries is not None:
             return {key: copied(v) for key, v in entries.items()}
         # Other objects are looked at for their attributes (`held_objects.py`).
-        return UNKNOWN if hasattr(value, "__dict__") else _Opaque(value)
+        is_open = hasattr(value, "__dict__") or isinstance(value, weakref.ReferenceType)
+        return UNKNOWN if is_open else _Opaque(value)  # parameters with references cannot move
 
     return copied(value)
 
@@ -192,8 +204,8 @@ def _packed(value: Any) -> Any:
     )
 
 
-def _entries(value: Any) -> dict[Any, Any] | None:
-    """Of dictionaries, and of objects whose attributes nothing else can notice."""
+def entries_of(value: Any) -> dict[Any, Any] | None:
+    """Of dictionaries, and of objects whose attributes nothing else can notice; else None."""
     if isinstance(value, (dict, *_MAPPINGS)):
         return dict(cast(dict[Any, Any], value))
     if isinstance(value, UserList):

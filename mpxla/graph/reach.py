@@ -8,10 +8,11 @@ and objects. This module must not know what is looked for.
 import dis
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from mpxla.user_lines import is_script_code
 __all__ = ["Outside", "Place", "outside", "places"]
 
 _MISSING = object()
+_OF_TORCH, _VALUES = frozenset(vars(nn.Module())), (bool, int, float, str, bytes, NoneType)
+_DEPTH, _MOST_PARTS = 8, 20_000
+"""How far functions and objects are looked for."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -32,13 +36,13 @@ class Place:
         name: for the user.
         value: what was there when it was found.
         get: gives what is there.
-        put: puts another value there.
+        put: puts another value there; None where nothing can.
     """
 
     name: str
     value: Any
     get: Callable[[], Any]
-    put: Callable[[Any], None]
+    put: Callable[[Any], None] | None
 
 
 @dataclass
@@ -71,12 +75,24 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
         model: whose modules it calls.
     """
     found, seen = Outside(names={"forward", "__call__"}), set[int]()
-    kinds = {kind: None for module in model.modules() for kind in type(module).__mro__}
-    waiting: list[Any] = [function, *_held_functions(model)]
+    kinds: dict[type, None] = {}
+    waiting: list[Any] = [function]
+    looked_into: set[int] = set()
+
+    def look_into(value: Any) -> None:
+        for part in _parts(value, looked_into):
+            if isinstance(part, (FunctionType, MethodType, functools.partial)):
+                inner, _ = _unwrapped(part)
+                if inner is not None and _is_users(inner):
+                    waiting.append(part)
+            elif not isinstance(part, (type, ModuleType)):
+                kinds.update(dict.fromkeys(type(part).__mro__))
+
+    look_into(list(model.modules()))
     while waiting:
         own, bound = _unwrapped(waiting.pop())
         for name, value in bound:
-            kinds.update(dict.fromkeys(type(value).__mro__))
+            look_into(value)
             found.places.append(_of_bound(name, value))
         if own is not None and id(own) not in seen:
             seen.add(id(own))
@@ -85,8 +101,8 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
                 found.places.append(place)
                 if _is_followed(place.value, own):
                     waiting.append(place.value)
-                elif not isinstance(place.value, (type, ModuleType)):
-                    kinds.update(dict.fromkeys(type(place.value).__mro__))
+                else:
+                    look_into(place.value)
         if not waiting:
             waiting = [f for f in _methods(kinds, found.names) if id(f) not in seen]
     found.places += _of_classes(kinds, found.names)
@@ -94,16 +110,29 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
     return found
 
 
-def _held_functions(model: nn.Module) -> Iterator[Any]:
-    """The user's functions in attributes of modules, and those that are hooks of them."""
-    for module in model.modules():
-        own = vars(module)
-        hooks = (hook for kind in _HOOKS for hook in own[kind].values())
-        for value in (*own.values(), *hooks):
-            if isinstance(value, (FunctionType, MethodType, functools.partial)):
-                inner, _ = _unwrapped(value)
-                if inner is not None and _is_users(inner):
-                    yield value
+def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
+    """A value, and what is in containers and in attributes of modules and of objects in it."""
+    waiting = [(value, 0)]
+    for part, depth in waiting:  # grows
+        if id(part) in seen or isinstance(part, (*_VALUES, torch.Tensor)):
+            continue
+        seen.add(id(part))
+        yield part
+        if depth == _DEPTH or len(waiting) > _MOST_PARTS:
+            continue
+        if isinstance(part, dict):
+            inside = part.values()
+        elif isinstance(part, (list, tuple, set, frozenset, deque)):
+            inside = part
+        elif isinstance(part, nn.Module):
+            own = vars(part)
+            hooks = (hook for kind in _HOOKS for hook in own[kind].values())
+            inside = (*(own[key] for key in own.keys() - _OF_TORCH), *hooks)
+        elif isinstance(part, FunctionType):
+            inside = (vars(part),)
+        else:
+            inside = _own_attributes(part).values()
+        waiting += ((one, depth + 1) for one in inside)
 
 
 def _of_classes(kinds: dict[type, None], names: set[str]) -> Iterator[Place]:
@@ -247,9 +276,9 @@ def _of_owner(owner: Place, attribute: str) -> Place | None:
     if value is _MISSING:
         return None
     get = functools.partial(getattr, held, attribute, None)
-    return Place(
-        f"{owner.name}.{attribute}", value, get, functools.partial(setattr, held, attribute)
-    )
+    is_computed = isinstance(getattr(type(held), attribute, None), property)
+    put = None if is_computed else functools.partial(setattr, held, attribute)
+    return Place(f"{owner.name}.{attribute}", value, get, put)
 
 
 def _of_table(name: str, table: dict[str, Any]) -> list[Place]:
@@ -258,9 +287,13 @@ def _of_table(name: str, table: dict[str, Any]) -> list[Place]:
 
 def _attributes(name: str, value: Any) -> list[Place]:
     """The attributes of an object whose class is not one of Python's."""
+    return _of_table(name, _own_attributes(value))
+
+
+def _own_attributes(value: Any) -> dict[str, Any]:
     own = getattr(value, "__dict__", None)
     is_other = isinstance(value, (type, ModuleType, FunctionType, nn.Module, torch.Tensor))
     is_pythons = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
     if type(own) is not dict or is_other or (is_pythons and type(value).__module__ != "__main__"):
-        return []
-    return _of_table(name, own)
+        return {}
+    return cast(dict[str, Any], own)

@@ -152,7 +152,7 @@ class Tracing:
             leaves: Sequence[torch.Tensor],
             counting: Counting,
             stand_ins: StandIns,
-            note: Callable[[], None],
+            notes: Sequence[Callable[[], None]],
         ) -> Any:
             end = len(leaves) - len(counting.counts)
             if draws is not None:
@@ -164,17 +164,20 @@ class Tracing:
                 return function(*args, **kwargs)
             finally:
                 stand_ins.end()
-                note()
+                for note in notes:
+                    note()
                 counting.end()
 
-        def capture(counting: Counting, stand_ins: StandIns, note: Callable[[], None]) -> StepGraph:
+        def capture(
+            counting: Counting, stand_ins: StandIns, notes: Sequence[Callable[[], None]]
+        ) -> StepGraph:
             names = self.states.current_names()
             asked, values = replace(signature, counts=counting.counts), known
             if values is not None:
                 values = replace(values, values=(*values.values, *counting.values))
             try:
                 return capture_step(
-                    partial(run, counting=counting, stand_ins=stand_ins, note=note),
+                    partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
                     model,
                     asked.tensor_leaves,
                     names,
@@ -186,7 +189,7 @@ class Tracing:
             except NewAttributesError as error:
                 for found in error.attributes:
                     found.start()
-            return capture(counting, stand_ins, note)
+            return capture(counting, stand_ins, notes)
 
         def attempt(counting: Counting, records: Mapping[str, RecordRead] = {}) -> Attempt:
             if counting.names and known is None:
@@ -211,6 +214,7 @@ class Tracing:
                 by_inputs.update(known_too)
                 recorder.recording = Recording({r.name: (value, r.is_more) for r, value in left})
 
+            notes = [note]
             with (
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(reached),
@@ -218,11 +222,13 @@ class Tracing:
                 attributes_noted(model, objects, found.names, counted, contents, held) as log,
             ):
                 try:
-                    step = capture(counting, stand_ins, note)
+                    step = capture(counting, stand_ins, notes)
                     return Attempt(step, log.reads(), log, reads, computed, by_inputs)
                 except BaseException:
                     restore(log, reads)
                     raise
+                finally:  # it holds containers, of weak references to parameters, too
+                    notes.clear()
 
         step, own_reads = self.state.judged(attempt)
         signature = replace(signature, counts=self.state.counts)

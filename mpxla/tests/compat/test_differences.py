@@ -24,7 +24,7 @@ def train_and_count():
 
     @smp.step
     def step(model, x, factor):
-        runs.append(factor)
+        runs.append("once more")
         loss = (0 * model(x)).sum() + settings.scale * factor
         model.backward(loss)
         return loss
