@@ -19,6 +19,7 @@ from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
+from mpxla.runtime.control import as_announced
 from mpxla.runtime.states import ModelStates
 
 __all__ = ["StepWrites", "copy_held"]
@@ -53,11 +54,12 @@ class StepWrites:
             what = "scales rows of" if is_scaled else "writes to"
             how = " in place (nn.Embedding(max_norm=...))" if is_scaled else ""
             remedy = "Leave max_norm out" if is_scaled else "Write to it between step calls"
-            raise CaptureError(
+            text = (
                 f"the step {what} {name}{how}, whose values are divided over ranks "
                 f"(sharded_data_parallel_degree). {remedy}, or keep it whole: a larger "
                 f"sdp_param_persistence_threshold."
             )
+            raise as_announced(CaptureError(text))  # all ranks find it
         for name in self._results:
             warn_once(
                 f"max_norm of {name}",
