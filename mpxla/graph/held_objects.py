@@ -22,7 +22,7 @@ from torch import nn
 from mpxla.graph.plain import FUNCTIONS, MISSING, Change, Read, entries_of
 from mpxla.user_lines import is_model_code
 
-__all__ = ["Held", "ObjectRead", "held_objects"]
+__all__ = ["Held", "ObjectRead", "held_objects", "may_be_a_models"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
@@ -47,22 +47,27 @@ class Held:
     value: Any
     places: list[tuple[Callable[[], Any], tuple[int, str] | None]] = field(default_factory=list)
 
+    @property
+    def table(self) -> dict[str, Any]:
+        """Its own attributes; nobody notes that as a read."""
+        return object.__getattribute__(self.value, "__dict__")
+
     def get(self, key: str) -> Any:
         """An attribute of its own; MISSING if there is none."""
-        return vars(self.value).get(key, MISSING)
+        return self.table.get(key, MISSING)
 
     def reader(self, key: str) -> Callable[[], Any]:
         """Gives an attribute in every call of a step, of thousands of them."""
         if isinstance(self.value, nn.Module):  # it stays: `model_watch.py` sees to that
-            return partial(vars(self.value).get, key, MISSING)
+            return partial(self.table.get, key, MISSING)
         return partial(self.get, key)
 
     def put(self, key: str, value: Any) -> None:
         """Sets an attribute, or deletes it for MISSING; no code of the class runs."""
         if value is MISSING:
-            vars(self.value).pop(key, None)
+            self.table.pop(key, None)
         else:
-            vars(self.value)[key] = value
+            self.table[key] = value
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +144,7 @@ def held_objects(
                 for key, part in contents.items()
                 if _is_looked_into(part)
             )
-        elif (is_open or is_module) and _may_be_a_models(type(value)):
+        elif (is_open or is_module) and may_be_a_models(type(value)):
             held = found[id(vars(value))]
             waiting += (
                 (f"{name}.{key}", part, depth + 1, partial(held.get, key), (id(vars(value)), key))
@@ -168,11 +173,11 @@ def _part(get: Callable[[], Any], key: Any) -> Any:
 
 def _is_looked_into(part: Any) -> bool:
     if has_attributes(part):
-        return _may_be_a_models(type(part)) or _contents_of(part) is not None
+        return may_be_a_models(type(part)) or _contents_of(part) is not None
     return not isinstance(part, _VALUES) and _contents_of(part) is not None
 
 
-def _may_be_a_models(kind: type) -> bool:
+def may_be_a_models(kind: type) -> bool:
     """Whether a class is of a script or a package with models; objects of torch and here change."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file is None or kind is Namespace or is_model_code(file)
@@ -183,4 +188,6 @@ def has_attributes(value: Any) -> bool:
     kind = type(value)
     is_other = isinstance(value, (type, types.ModuleType, nn.Module, torch.Tensor, *FUNCTIONS))
     is_open = kind.__flags__ & _MADE_BY_PYTHON and not kind.__flags__ & _IMMUTABLE
-    return bool(is_open) and not is_other and type(getattr(value, "__dict__", None)) is dict
+    if not is_open or is_other or not kind.__dictoffset__:
+        return False
+    return type(object.__getattribute__(value, "__dict__")) is dict

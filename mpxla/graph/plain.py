@@ -177,7 +177,7 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
         if entries is not None:
             return {key: copied(v) for key, v in entries.items()}
         # Other objects are looked at for their attributes (`held_objects.py`).
-        is_open = hasattr(value, "__dict__") or isinstance(value, weakref.ReferenceType)
+        is_open = type(value).__dictoffset__ or isinstance(value, weakref.ReferenceType)
         return UNKNOWN if is_open else _Opaque(value)  # parameters with references cannot move
 
     return copied(value)

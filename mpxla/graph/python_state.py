@@ -340,6 +340,7 @@ class PythonState:
                 f"computed{first.log.line(name)}, by which the next microbatch would go. Make it a "
                 f"buffer: register_buffer with a tensor, then self.name.copy_(value)."
             )
+        first.log.warn(name for name in computed if not found[name].is_like(later[name]))
         records: dict[str, RecordRead] = {}
         for name, read in computed.items():
             is_first = not (read.is_more or is_plain_number(read.value))

@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from mpxla.graph.held_objects import may_be_a_models
+from mpxla.graph.plain import entries_of
 from mpxla.user_lines import is_script_code
 
 __all__ = ["Outside", "Place", "outside", "places"]
@@ -120,8 +122,9 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
         yield part
         if depth == _DEPTH or len(waiting) > _MOST_PARTS:
             continue
-        if isinstance(part, dict):
-            inside = part.values()
+        contents = entries_of(part)
+        if contents is not None:
+            inside = contents.values()
         elif isinstance(part, (list, tuple, set, frozenset, deque)):
             inside = part
         elif isinstance(part, nn.Module):
@@ -130,8 +133,10 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
             inside = (*(own[key] for key in own.keys() - _OF_TORCH), *hooks)
         elif isinstance(part, FunctionType):
             inside = (vars(part),)
-        else:
+        elif may_be_a_models(type(part)):
             inside = _own_attributes(part).values()
+        else:  # operators of the user hold functions that run later, on the host
+            continue
         waiting += ((one, depth + 1) for one in inside)
 
 

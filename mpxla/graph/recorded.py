@@ -74,6 +74,11 @@ class Recorded:
         """Whether it depends on what was there before."""
         return any(map(_has_left, pytree.tree_leaves(self.value)))
 
+    def is_like(self, other: "Recorded") -> bool:
+        """Whether the plain data beside the numbers is that of another capture."""
+        own, others = (map(_plain_of, pytree.tree_leaves(r.value)) for r in (self, other))
+        return list(own) == list(others)
+
     def of(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
         """The value.
 
@@ -131,6 +136,10 @@ def is_recordable(value: Any) -> bool:
     leaves = pytree.tree_leaves(value)
     plain = (bool, int, float, str, NoneType)
     return any(map(is_number, leaves)) and all(isinstance(leaf, plain) for leaf in leaves)
+
+
+def _plain_of(term: Any) -> Any:
+    return None if isinstance(term, (_Result, _Left, _Computed)) else term
 
 
 def _has_left(term: Any) -> bool:

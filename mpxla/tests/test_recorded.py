@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections import defaultdict, deque
 
 import pytest
@@ -236,3 +237,31 @@ def test_a_step_that_goes_by_what_it_has_left_is_refused_and_leaves_nothing():
         )
         assert "test_recorded.py" in text and "register_buffer" in text
         assert ema == 1.0 and norms == []
+
+
+class Timed(nn.Module):
+    """Keeps a time beside a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(6, 4), []
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.seen.append((h.norm().item(), time.perf_counter()))
+        return h
+
+
+def keep_times():
+    smp.init({"microbatches": 2})
+    raw = Timed()
+    with logged() as lines:
+        smp.step(train_step)(smp.DistributedModel(raw), *batch(0))
+    return raw.seen, [line for line in lines if "reads and changes" in line]
+
+
+def test_what_python_makes_beside_the_numbers_is_of_the_capture_and_a_warning_says_so():
+    ((seen, warnings),) = run_ranks(keep_times, 1)
+    assert len(seen) == 2 and seen[0][0] != seen[1][0] and seen[0][1] == seen[1][1]
+    (line,) = warnings
+    assert "reads and changes model.seen. It is captured once" in line
