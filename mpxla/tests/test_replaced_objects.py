@@ -109,7 +109,7 @@ def train_replaced(keys):
     return torch.tensor(found), values
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_objects_that_a_script_replaces_are_read_and_counted_in(stages):
     expected, wanted = train_replaced(None)
     keys = {"pipeline_parallel_degree": stages, "microbatches": 2}
