@@ -75,6 +75,44 @@ def plain_training(num_steps, optimizer_type=torch.optim.SGD, lr=0.5, seeds=None
     return losses, host(model.named_parameters())
 
 
+def trained_plainly(model, batches, microbatches, look):
+    """Trains a model with plain PyTorch.
+
+    Returns:
+        The losses of all microbatches, the state, and what `look` says of the model after steps.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, seen = [], []
+    for one in batches:
+        optimizer.zero_grad()
+        for x, y in zip(*(v.chunk(microbatches) for v in one), strict=True):
+            loss = F.cross_entropy(model(x), y)
+            (loss / microbatches).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        seen.append(look(model))
+    return torch.tensor(losses), host(model.state_dict().items()), seen
+
+
+def trained(keys, raw, batches, look):
+    """The same with a distributed model of `raw`, at which `look` looks."""
+    import mpxla as smp
+
+    smp.init(keys)
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = smp.step(train_step)
+    losses, seen = [], []
+    for one in batches:
+        optimizer.zero_grad()
+        losses += [loss.item() for loss in step(model, *one).outputs]
+        optimizer.step()
+        seen.append(look(raw))
+    state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    smp.shutdown()
+    return torch.tensor(losses), state, seen
+
+
 def plain_gradients(*seeds):
     """Mean over batches of the plain model's gradients."""
     model = raw_model()

@@ -10,14 +10,13 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import CaptureError
-from mpxla.tests.clients import close, host, train_step
+from mpxla.tests.clients import close, train_step, trained, trained_plainly
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_python_state import batch
 
 pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 5
-functional = nn.functional
 
 
 @dataclasses.dataclass
@@ -205,38 +204,13 @@ def values_of(model):
 
 
 def train_plainly(kind, microbatches):
-    model = raw_model(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, values = [], []
-    for number in range(NUM_STEPS):
-        optimizer.zero_grad()
-        for x, y in zip(*(v.chunk(microbatches) for v in batch(number)), strict=True):
-            loss = functional.cross_entropy(model(x), y)
-            (loss / microbatches).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        values.append(values_of(model))
-    return torch.tensor(losses), host(model.state_dict().items()), values
+    batches = map(batch, range(NUM_STEPS))
+    return trained_plainly(raw_model(kind), batches, microbatches, values_of)
 
 
 def train(keys, kinds):
-    found = {}
-    for kind in kinds:
-        smp.init(keys)
-        raw = raw_model(kind)
-        model = smp.DistributedModel(raw)
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        step = smp.step(train_step)
-        losses, values = [], []
-        for number in range(NUM_STEPS):
-            optimizer.zero_grad()
-            losses += [loss.item() for loss in step(model, *batch(number)).outputs]
-            optimizer.step()
-            values.append(values_of(raw))
-        state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-        found[kind] = torch.tensor(losses), state, values
-        smp.shutdown()
-    return found
+    batches = [batch(number) for number in range(NUM_STEPS)]
+    return {kind: trained(keys, raw_model(kind), batches, values_of) for kind in kinds}
 
 
 @pytest.mark.parametrize(

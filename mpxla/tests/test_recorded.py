@@ -11,14 +11,13 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import CaptureError
-from mpxla.tests.clients import close, host, logged, train_step
+from mpxla.tests.clients import close, logged, train_step, trained, trained_plainly
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_python_state import batch
 
 pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 3
-functional = nn.functional
 log, losses, windows = {}, [], {"last": deque(maxlen=3)}
 total = 0.0
 
@@ -133,40 +132,16 @@ def values_of(model):
 
 
 def train_plainly(kind):
-    model = raw_model(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found, values = [], []
-    for number in range(NUM_STEPS):
-        optimizer.zero_grad()
-        for x, y in zip(*(v.chunk(2) for v in batch(number)), strict=True):
-            loss = functional.cross_entropy(model(x), y)
-            (loss / 2).backward()
-            found.append(loss.item())
-        optimizer.step()
-        values.append(values_of(model))
-    return torch.tensor(found), host(model.state_dict().items()), values
+    return trained_plainly(raw_model(kind), map(batch, range(NUM_STEPS)), 2, values_of)
 
 
 def train(keys, kinds):
     found = {}
     for kind in kinds:
-        smp.init(keys)
-        raw = raw_model(kind)
-        model = smp.DistributedModel(raw)
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        step = smp.step(train_step)
-        returned, values = [], []
         with logged() as lines:
-            for number in range(NUM_STEPS):
-                optimizer.zero_grad()
-                returned += [loss.item() for loss in step(model, *batch(number)).outputs]
-                optimizer.step()
-                values.append(values_of(raw))
+            trains = trained(keys, raw_model(kind), map(batch, range(NUM_STEPS)), values_of)
         assert not [line for line in lines if "warning" in line and "run first" not in line], lines
-        state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-        count = sum("compiled step function" in line for line in lines)
-        found[kind] = torch.tensor(returned), state, values, count
-        smp.shutdown()
+        found[kind] = *trains, sum("compiled step function" in line for line in lines)
     return found
 
 
