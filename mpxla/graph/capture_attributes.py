@@ -8,7 +8,6 @@ so. This module must not know what is done with what was read.
 
 import contextlib
 import copy
-import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
@@ -23,9 +22,9 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.held_objects import Held, ObjectRead, held_objects
+from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead, held_objects
 from mpxla.graph.number import is_number
-from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, UNKNOWN, Read, change, plain
+from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
 from mpxla.graph.reach import Outside
 from mpxla.graph.recorded import is_recordable
 from mpxla.graph.user_code import at_user_line
@@ -45,7 +44,7 @@ __all__ = [
     "without_counted",
 ]
 
-_OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
+_OF_MODULES = frozenset(dir(nn.Module))
 MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
@@ -223,9 +222,12 @@ class AttributeLog:
 
     def _written_read(self, place: tuple[int, str]) -> Read:
         """With what it was before the first write."""
+        return self._with(self.before[place], place)
+
+    def _with(self, value: Any, place: tuple[int, str]) -> Read:
         owner, key = self.held[place[0]], place[1]
-        now, put = owner.reader(key), partial(owner.put, key)
-        return Read(self._name(place), self.before[place], now, put=put)
+        put = partial(owner.put, key)
+        return Read(self._name(place), value, owner.reader(key), self.texts, put)
 
     def _name(self, place: tuple[int, str]) -> str:
         return f"{self.held[place[0]].name}.{place[1]}"
@@ -249,21 +251,19 @@ class AttributeLog:
 
     def _read(self, place: tuple[int, str]) -> Read:
         """Of an attribute that can be put back."""
-        owner, key = self.held[place[0]], place[1]
-        now, put = owner.reader(key), partial(owner.put, key)
-        if place not in self.first:
-            return replace(self.inherited[place], put=put)
-        return Read(self._name(place), self.first[place], now, self.texts, put)
+        if place in self.first:
+            return self._with(self.first[place], place)
+        return replace(self.inherited[place], put=partial(self.held[place[0]].put, place[1]))
 
 
 def _is_of_user(key: str) -> bool:
     """Whether an attribute of a module is one that user code changes."""
-    return key == MODE or key not in _OF_TORCH
+    return key == MODE or key not in OF_TORCH
 
 
 def is_simple(value: Any) -> bool:
     """Whether it can be given back: no container, which may have changed in place."""
-    return value is MISSING or isinstance(value, (bool, int, float, str, types.NoneType))
+    return value is MISSING or isinstance(value, SIMPLE)
 
 
 def refusal(name: str, line: str) -> CaptureError:

@@ -127,7 +127,7 @@ class Counting:
         """
         for count, leaf in zip(self.counts, leaves, strict=True):
             self._given[count.name] = NumberRead(leaf)
-            self._put(count.name, self._given[count.name])
+            self._reads[count.name].give(self._given[count.name])
 
     def end(self) -> None:
         """After it, also where it has raised: places are what they were."""
@@ -136,9 +136,4 @@ class Counting:
             now = read.now()
             if name not in self._given or now is not self._given.pop(name):
                 self.left[name] = Written(now) if isinstance(read, LeftRead) else now
-            self._put(name, before)
-
-    def _put(self, name: str, value: Any) -> None:
-        put = self._reads[name].put
-        assert put is not None, "only such places are given"
-        put(value)
+            read.give(before)

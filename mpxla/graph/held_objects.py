@@ -19,15 +19,15 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from mpxla.graph.plain import FUNCTIONS, MISSING, Change, Read, entries_of
+from mpxla.graph.plain import FUNCTIONS, MISSING, SIMPLE, Change, Read, entries_of
 from mpxla.user_lines import is_model_code
 
-__all__ = ["Held", "ObjectRead", "held_objects", "may_be_a_models"]
+__all__ = ["OF_TORCH", "Held", "ObjectRead", "held_objects", "may_be_a_models"]
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of modules that are not the user's."""
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
-_VALUES = (bool, int, float, str, types.NoneType)
 _DEPTH, _MOST_OBJECTS = 8, 5000
 """How far objects inside objects are looked for."""
 
@@ -149,7 +149,7 @@ def held_objects(
             waiting += (
                 (f"{name}.{key}", part, depth + 1, partial(held.get, key), (id(vars(value)), key))
                 for key, part in vars(value).items()
-                if key not in _OF_TORCH and _is_looked_into(part)
+                if key not in OF_TORCH and _is_looked_into(part)
             )
     return found
 
@@ -174,7 +174,7 @@ def _part(get: Callable[[], Any], key: Any) -> Any:
 def _is_looked_into(part: Any) -> bool:
     if has_attributes(part):
         return may_be_a_models(type(part)) or _contents_of(part) is not None
-    return not isinstance(part, _VALUES) and _contents_of(part) is not None
+    return not isinstance(part, SIMPLE) and _contents_of(part) is not None
 
 
 def may_be_a_models(kind: type) -> bool:

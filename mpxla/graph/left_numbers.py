@@ -156,8 +156,8 @@ def _appended(before: Sequence[Any], now: Any) -> list[Any] | None:
 def _put_back(read: RecordRead) -> None:
     if read.is_more:
         refill(read.now(), read.value)
-    elif read.put is not None:
-        read.put(read.value)
+    else:
+        read.give(read.value)
 
 
 class StandIns:
@@ -189,7 +189,7 @@ class StandIns:
                 self._given[name] = list(now)
             elif is_plain_number(now) or now is None or now is MISSING:
                 self._given[name] = stand_in
-                _put(read, stand_in)
+                read.give(stand_in)
 
     def end(self) -> None:
         """After it, also where it has raised: places are what they were."""
@@ -203,8 +203,3 @@ class StandIns:
             elif now is not given:
                 self.left.append(LeftNumber(read, now))
             _put_back(read)
-
-
-def _put(read: Read, value: Any) -> None:
-    assert read.put is not None, "such places can be put back"
-    read.put(value)

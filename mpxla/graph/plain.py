@@ -32,6 +32,7 @@ __all__ = [
     "FUNCTIONS",
     "LARGE",
     "MISSING",
+    "SIMPLE",
     "UNKNOWN",
     "Change",
     "Read",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+SIMPLE = (bool, int, float, str, types.NoneType)
+"""What is its own copy, and can be given back."""
 UNKNOWN, LARGE = object(), object()
 
 
@@ -56,7 +59,7 @@ class _Missing(Enum):
 MISSING = _Missing.MISSING
 """In the place of an attribute that is not there."""
 _PLAIN = (
-    *(bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum),
+    *(*SIMPLE, complex, bytes, torch.dtype, torch.device, Enum),
     *(np.generic, *FUNCTIONS, type, types.ModuleType, range, slice, Decimal, Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, re.Pattern),
 )
@@ -133,6 +136,11 @@ class Read:
     names: Set[str] = frozenset()
     put: Callable[[Any], None] | None = None
 
+    def give(self, value: Any) -> None:
+        """Puts a value in its place, which must be one that something can be put into."""
+        assert self.put is not None, "only such places are given"
+        self.put(value)
+
     def change(self) -> Change | None:
         """How it has changed; None if it is what it was."""
         now = self.now()
@@ -206,8 +214,10 @@ def _packed(value: Any) -> Any:
 
 def entries_of(value: Any) -> dict[Any, Any] | None:
     """Of dictionaries, and of objects whose attributes nothing else can notice; else None."""
-    if isinstance(value, (dict, *_MAPPINGS)):
-        return dict(cast(dict[Any, Any], value))
+    if isinstance(value, dict):  # no copy: many are looked at in every call of a step
+        return cast(dict[Any, Any], value)
+    if isinstance(value, _MAPPINGS):
+        return dict(cast(Any, value))
     if isinstance(value, UserList):
         return {"data": value.data}
     if isinstance(value, types.SimpleNamespace):

@@ -154,7 +154,7 @@ class Attempt:
 
     def left(self) -> list[Callable[[], None]]:
         """Put back what it has left of plain values."""
-        outer = [partial(_put, read, read.now()) for read in self.outer if _is_changed(read)]
+        outer = [partial(read.give, read.now()) for read in self.outer if _is_changed(read)]
         return [*self.log.left(), *outer]
 
 
@@ -282,7 +282,7 @@ class PythonState:
         for container, content in reversed(self.contents):
             refill(container, content)
         for read in self._followed.values():  # numbers without values were read there
-            _put(read, read.value)
+            read.give(read.value)
         self.contents.clear()
 
     def _judged(
@@ -432,11 +432,6 @@ def _goes_on(capture: Callable[[], Attempt]) -> bool:
         return False
     restore(again.log, again.outer)
     return True
-
-
-def _put(read: Read, value: Any) -> None:
-    assert read.put is not None, "it can be put back"
-    read.put(value)
 
 
 def _is_same(one: StepGraph, other: StepGraph) -> bool:

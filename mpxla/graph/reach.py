@@ -11,20 +11,19 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from mpxla.graph.held_objects import may_be_a_models
-from mpxla.graph.plain import entries_of
+from mpxla.graph.held_objects import OF_TORCH, may_be_a_models
+from mpxla.graph.plain import SIMPLE, entries_of
 from mpxla.user_lines import is_script_code
 
 __all__ = ["Outside", "Place", "outside", "places"]
 
 _MISSING = object()
-_OF_TORCH, _VALUES = frozenset(vars(nn.Module())), (bool, int, float, str, bytes, NoneType)
 _DEPTH, _MOST_PARTS = 8, 20_000
 """How far functions and objects are looked for."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -116,7 +115,7 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
     """A value, and what is in containers and in attributes of modules and of objects in it."""
     waiting = [(value, 0)]
     for part, depth in waiting:  # grows
-        if id(part) in seen or isinstance(part, (*_VALUES, torch.Tensor)):
+        if id(part) in seen or isinstance(part, (*SIMPLE, bytes, torch.Tensor)):
             continue
         seen.add(id(part))
         yield part
@@ -130,7 +129,7 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
         elif isinstance(part, nn.Module):
             own = vars(part)
             hooks = (hook for kind in _HOOKS for hook in own[kind].values())
-            inside = (*(own[key] for key in own.keys() - _OF_TORCH), *hooks)
+            inside = (*(own[key] for key in own.keys() - OF_TORCH), *hooks)
         elif isinstance(part, FunctionType):
             inside = (vars(part),)
         elif may_be_a_models(type(part)):
@@ -145,7 +144,7 @@ def _of_classes(kinds: dict[type, None], names: set[str]) -> Iterator[Place]:
     for kind in filter(_is_users, kinds):
         owner = Place(kind.__name__, kind, lambda: None, lambda new: None)
         for name, value in vars(kind).items():
-            if name in names and isinstance(value, (bool, int, float, str, NoneType)):
+            if name in names and isinstance(value, SIMPLE):
                 place = _of_owner(owner, name)
                 if place is not None:
                     yield place

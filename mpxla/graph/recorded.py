@@ -14,13 +14,13 @@ This module must not know how a step is captured or run, nor where things are le
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from mpxla.graph.number import Number, NumberRead, is_number
+from mpxla.graph.plain import SIMPLE
 
 __all__ = ["Before", "Recorded", "Recording", "is_recordable"]
 
@@ -62,12 +62,10 @@ class Recorded:
     Attributes:
         name: of the place.
         value: plain data with terms in the places of numbers.
-        is_more: whether the value is a list of what is appended.
     """
 
     name: str
     value: Any
-    is_more: bool
 
     @property
     def goes_on(self) -> bool:
@@ -101,15 +99,15 @@ class Recording:
     """Writes down what one capture leaves, and which numbers of the step that takes.
 
     Args:
-        left: name of a place -> (what is left there, whether it is appended).
+        left: name of a place -> what is left there, or a list of what is appended.
     """
 
-    def __init__(self, left: Mapping[str, tuple[Any, bool]] | None = None) -> None:
+    def __init__(self, left: Mapping[str, Any] | None = None) -> None:
         self._places: dict[int, int] = {}
         self._numbers: list[Number] = []
         self.recorded = tuple(
-            Recorded(name, pytree.tree_map(self._term, value), is_more)
-            for name, (value, is_more) in sorted((left or {}).items())
+            Recorded(name, pytree.tree_map(self._term, value))
+            for name, value in sorted((left or {}).items())
         )
 
     @property
@@ -134,8 +132,7 @@ class Recording:
 def is_recordable(value: Any) -> bool:
     """Whether it is plain data with numbers of the model in it."""
     leaves = pytree.tree_leaves(value)
-    plain = (bool, int, float, str, NoneType)
-    return any(map(is_number, leaves)) and all(isinstance(leaf, plain) for leaf in leaves)
+    return any(map(is_number, leaves)) and all(isinstance(leaf, SIMPLE) for leaf in leaves)
 
 
 def _plain_of(term: Any) -> Any:

@@ -23,7 +23,8 @@ from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
 from mpxla.runtime.call import Call
 from mpxla.runtime.gradient_looks import show_gradients
-from mpxla.runtime.outputs import Part, build_outputs, leave_numbers
+from mpxla.runtime.leaving import leave_numbers
+from mpxla.runtime.outputs import Part, build_outputs
 from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.plans import MAX_PLANS, Plan
 from mpxla.runtime.recorder import Recorder

@@ -212,7 +212,7 @@ class Tracing:
                 left = [*stand_ins.left, *others]
                 computed.update((read.name, read) for read, _ in left)
                 by_inputs.update(known_too)
-                recorder.recording = Recording({r.name: (value, r.is_more) for r, value in left})
+                recorder.recording = Recording({read.name: value for read, value in left})
 
             notes = [note]
             with (
