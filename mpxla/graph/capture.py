@@ -31,6 +31,7 @@ from mpxla.graph.capture_hooks import (
 from mpxla.graph.capture_modes import (
     StepSemantics,
     assigned_buffers_written,
+    carried_attributes_written,
     parameter_attributes_written,
     traceable,
 )
@@ -50,7 +51,7 @@ from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_ho
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number, numbers_in_math
-from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
+from mpxla.graph.held_tensors import Attribute, NewAttributesError
 from mpxla.graph.questions import as_question
 from mpxla.graph.recorded import Recorded, Recording
 from mpxla.graph.sparse import refuse_sparse
@@ -291,6 +292,7 @@ class _StepModule(nn.Module):
                 transforms_captured(),
                 numbers_in_math(),
                 assigned_buffers_written(self.model),
+                carried_attributes_written(self.model),
                 parameter_attributes_written(
                     self.model, self.attributes, semantics.writes.is_copy
                 ) as self.returned.new,

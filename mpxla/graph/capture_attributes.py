@@ -22,6 +22,7 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.held_tensors import Carried, CarriedError, Form, carried_of, form_of
 from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead, held_objects
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
@@ -48,6 +49,8 @@ _OF_MODULES = frozenset(dir(nn.Module))
 MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
+_FEW_ELEMENTS = 2**16
+"""So much of what a step leaves in attributes is there afterwards, whether a step reads it or not."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
 PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict, Counter)
@@ -72,6 +75,8 @@ class AttributeLog:
         containers: lists and dictionaries that were read, which the step may fill.
         counted: names of attributes that are inputs of the step (`counted.py`).
         contents: containers with what they held before the step.
+        forms: of the tensors that it has given attributes.
+        carried: attributes with tensors that it has read and goes on by.
     """
 
     held: dict[int, Held]
@@ -83,13 +88,20 @@ class AttributeLog:
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     counted: Set[str] = frozenset()
     contents: list[tuple[Any, Any]] = field(default_factory=list)
+    forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
+    carried: dict[tuple[int, str], Carried] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
         place = id(owner), key
         if place in self.first or place in self.written or id(owner) not in self.held:
             return
-        if _is_of_user(key) and not self._is_counted(place) and not is_number(value):
+        carried = carried_of(owner).get(key)
+        if carried is not None and carried.is_carrying:
+            if not carried.is_written:
+                carried.is_read = True
+                self.carried[place] = carried
+        elif _is_of_user(key) and not self._is_counted(place) and not is_number(value):
             self.first[place] = plain(value, self.texts)
             if isinstance(value, CONTAINERS):
                 self.containers[place] = value
@@ -115,10 +127,18 @@ class AttributeLog:
 
         self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
 
-    def note_write(self, owner: dict[str, Any], key: str, value: Any) -> None:
-        """Notes a write, with the line."""
+    def note_write(
+        self, owner: dict[str, Any], key: str, value: Any, form: Form | None = None
+    ) -> None:
+        """Notes a write, with the line, and the form of tensors."""
         place = id(owner), key
+        carried = carried_of(owner).get(key)
+        if carried is not None:
+            carried.is_written = True
+        if carried is not None and carried.is_carrying:
+            return
         if id(owner) in self.held and not self._is_counted(place):
+            self.forms[place] = form
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
             self.before.setdefault(place, owner.get(key, MISSING))
@@ -128,11 +148,14 @@ class AttributeLog:
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
         for place, value in self.first.items():
             line, last = self.written.get(place, ("", None))
-            if last is _COMPUTED:
+            if last is _COMPUTED and not self._is_carried(place):
                 raise refusal(self._name(place), line)
             is_cache = last is _CONSTANT  # which all calls fill alike
             if _is_known(self._name(place), value) and not (is_cache and value is MISSING):
                 found.append(without_counted(self._read(place), self.counted))
+        for place, carried in self.carried.items():
+            now = partial(_form_in, carried)
+            found.append(Read(self._name(place), now(), now))
         changes = self._changes()
         return [*self.objects(), *(read for read in found if read.name not in changes)]
 
@@ -144,6 +167,25 @@ class AttributeLog:
             if gets and not isinstance(held.value, nn.Module):
                 found.append(ObjectRead.of(held, gets))
         return found
+
+    def start_carried(self) -> None:
+        """Puts tensors into attributes that the step will give some.
+
+        Raises:
+            CarriedError: there are others to be carried: what it gives tensors and reads, and what
+                is small.
+        """
+        new = [
+            (self.held[place[0]].value, place[1], form)
+            for place, form in self.forms.items()
+            if form is not None and self.written[place][1] is _COMPUTED
+            if place in self.first or form.size <= _FEW_ELEMENTS
+            if _is_of_user(place[1]) and not self._is_carried(place)
+        ]
+        if new := [one for one in new if isinstance(one[0], nn.Module)]:
+            raise CarriedError(new)
+        for place in self._started():
+            self._carried(place).start()
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""
@@ -208,7 +250,8 @@ class AttributeLog:
         """Put back what the step has left of plain values in attributes."""
         places = [(self.held[owner], key) for owner, key in self.before]
         known = [(own, key, own.get(key)) for own, key in places]
-        return [partial(own.put, k, v) for own, k, v in known if v is not MISSING and is_simple(v)]
+        plain = [partial(own.put, k, v) for own, k, v in known if v is not MISSING and is_simple(v)]
+        return [*plain, *(self._carried(place).start for place in self._started())]
 
     def restore(self) -> None:
         """Gives attributes their plain values of before."""
@@ -216,6 +259,19 @@ class AttributeLog:
             owner = self.held[owner_id]
             if is_simple(value) and is_simple(owner.get(key)):
                 owner.put(key, value)
+        for place in self._started():
+            self.held[place[0]].put(place[1], self.before[place])
+
+    def _started(self) -> list[tuple[int, str]]:
+        """Carried attributes that had no tensors, and have got some."""
+        given = [place for place, (_, last) in self.written.items() if last is _COMPUTED]
+        return [place for place in given if self._is_carried(place)]
+
+    def _is_carried(self, place: tuple[int, str]) -> bool:
+        return place[1] in carried_of(self.held[place[0]].table)
+
+    def _carried(self, place: tuple[int, str]) -> Carried:
+        return carried_of(self.held[place[0]].table)[place[1]]
 
     def _is_read(self, place: tuple[int, str]) -> bool:
         return place in self.first or place in self.inherited
@@ -226,7 +282,7 @@ class AttributeLog:
 
     def _with(self, value: Any, place: tuple[int, str]) -> Read:
         owner, key = self.held[place[0]], place[1]
-        put = partial(owner.put, key)
+        put = None if self._is_carried(place) else partial(owner.put, key)
         return Read(self._name(place), value, owner.reader(key), self.texts, put)
 
     def _name(self, place: tuple[int, str]) -> str:
@@ -238,7 +294,7 @@ class AttributeLog:
     def _changes(self) -> dict[str, tuple[Read, str]]:
         found: dict[str, tuple[Read, str]] = {}
         for place, (line, last) in self.written.items():
-            if last is _CONSTANT or last is _COMPUTED:
+            if last is _CONSTANT or (last is _COMPUTED and not self._is_carried(place)):
                 continue
             if not self._is_read(place):
                 continue
@@ -254,6 +310,11 @@ class AttributeLog:
         if place in self.first:
             return self._with(self.first[place], place)
         return replace(self.inherited[place], put=partial(self.held[place[0]].put, place[1]))
+
+
+def _form_in(carried: Carried) -> str:
+    """What can be compared of tensors that a step goes on by: their numbers are read anew."""
+    return str(carried.form_now or "no tensors")
 
 
 def _is_of_user(key: str) -> bool:
@@ -413,7 +474,10 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             if tensors:  # which must not be held beyond the step
                 is_constant = all(map(recorder.is_constant, tensors))
                 written = _CONSTANT if is_constant else _COMPUTED
-            log.note_write(object.__getattribute__(self, "__dict__"), name, written)
+            owner = object.__getattribute__(self, "__dict__")
+            is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
+            form = form_of(value) if tensors and is_attribute else None
+            log.note_write(owner, name, written, form)
         set_attribute(self, name, value)
 
     return exchanged(kind, __getattribute__=get, __setattr__=set_noted)

@@ -49,7 +49,11 @@ from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
-from mpxla.graph.parameter_attributes import Attribute, attributes_of
+from mpxla.graph.held_tensors import (
+    Attribute,
+    attributes_of,
+    carried_of,
+)
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
 from mpxla.graph.user_code import at_user_line, is_called_by_user, user_lines_recorded
@@ -57,6 +61,7 @@ from mpxla.graph.user_code import at_user_line, is_called_by_user, user_lines_re
 __all__ = [
     "StepSemantics",
     "assigned_buffers_written",
+    "carried_attributes_written",
     "flexible_attention_by_scores",
     "parameter_attributes_written",
     "torchs_recurrences",
@@ -277,7 +282,7 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
     Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
-    parameters, which are buffers meanwhile.
+    parameters, which are buffers meanwhile, as carried attributes of modules are.
     """
     tables: list[dict[str, Any]] = [
         table
@@ -297,6 +302,7 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
         return fakes[id(tensor)]
 
     attributes = [found for m in model.modules() for found in attributes_of(m)]
+    carried = [one for m in model.modules() for one in carried_of(vars(m)).values()]
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(*tables))
         for m in model.modules():
@@ -304,11 +310,18 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
                 vars(m)[name] = m._buffers.pop(name)  # pyright: ignore[reportPrivateUsage]
                 stack.callback(vars(m).pop, name)
         # Before their owners are others.
-        values = [fake(vars(found.owner)[found.name]) for found in attributes]
+        values = [fake(found.get()) for found in attributes]
         for table in tables:
             table.update({n: fake(tensor) for n, tensor in table.items() if not is_sparse(tensor)})
         for found, value in zip(attributes, values, strict=True):
             found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
+        for one in carried:
+            one.hide()
+            stack.callback(one.restore)
+            for place, (shape, dtype) in zip(one.tensors(), one.form.tensors, strict=True):
+                strides = torch.empty(shape, device="meta").stride()
+                made = fake_tensor(fake_mode, shape, strides, dtype)
+                place.module._buffers[place.key] = made  # pyright: ignore[reportPrivateUsage]
         yield attributes
 
 
@@ -343,6 +356,27 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
 
 
 @contextlib.contextmanager
+def carried_attributes_written(model: nn.Module) -> Generator[None]:
+    """Lets modules have the attributes that steps carry, and writes what they are given.
+
+    Raises:
+        CarriedError: one was given tensors of another form than it was to have.
+        CaptureError: one had tensors, and lost them.
+    """
+    carried = [one for module in model.modules() for one in carried_of(vars(module)).values()]
+    buffers = [[getattr(p.module, p.key) for p in one.tensors()] for one in carried]
+    for one, held in zip(carried, buffers, strict=True):
+        if one.is_carrying:
+            one.give(held)
+    yield
+    for one, held in zip(carried, buffers, strict=True):
+        pairs = zip(held, one.end() or held, strict=True)
+        # Copies first: some may be given to each other.
+        for old, value in [(old, v.detach().clone()) for old, v in pairs if v is not old]:
+            old.copy_(value)
+
+
+@contextlib.contextmanager
 def parameter_attributes_written(
     model: nn.Module,
     known: Sequence[Attribute],
@@ -366,7 +400,7 @@ def parameter_attributes_written(
     try:
         yield new
         for found in [a for module in model.modules() for a in attributes_of(module)]:
-            value, old = getattr(found.owner, found.name), getattr(found.module, found.key, None)
+            value, old = vars(found.owner)[found.name], getattr(found.module, found.key, None)
             if old is not None and old is not value:
                 old.copy_(value.detach())
             elif old is None and is_copy(value, found.owner):

@@ -49,6 +49,9 @@ _NARROW_STATE_FACTOR_ALONE = 5
 
 _NARROW = (torch.bfloat16, torch.float16)
 
+_aten = torch.ops.aten
+_COPIES = (_aten.clone.default, _aten.detach.default, _aten.alias.default)
+
 
 @dataclass(frozen=True)
 class MachineModel:
@@ -125,14 +128,15 @@ def build_problem(
     }
     new_buffers = {n: role.name for n, role in step.ends if role.kind is OutputKind.BUFFER}
     later = step.graph.find_nodes(op="call_function", target=LATER)
-    stuck = {read for node in later for read in reads_of(node)}
+    copies = _copies_for(new_buffers)
+    stuck = {*copies, *(read for node in later for read in reads_of(node))}
     units: dict[fx.Node, int] = {}
     members: list[list[fx.Node]] = []
     for node in step.graph.nodes:
         if node.op == "output" or (node in roles and roles[node].kind is not InputKind.STEP_INPUT):
             continue
-        if node.target is operator.getitem and node.args[0] in units:
-            units[node] = units[node.args[0]]
+        if (node.target is operator.getitem or node in copies) and node.args[0] in units:
+            units[node] = units[cast(fx.Node, node.args[0])]
             members[units[node]].append(node)
         else:
             units[node] = len(members)
@@ -157,6 +161,22 @@ def build_problem(
         tuple(forward_s for forward_s, _ in seconds),
         weight_bytes,
     )
+
+
+def _copies_for(new_buffers: Collection[fx.Node]) -> set[fx.Node]:
+    """Copies of values that only go to buffers: they stay with what computes the values.
+
+    At the end of the graph, where capture puts them, they would be on the last stage, and the
+    buffer, which other steps may read where the value is computed, with them.
+    """
+    found: set[fx.Node] = set()
+    for node in new_buffers:
+        while node.target in _COPIES and len(node.users) == 1:
+            source = node.all_input_nodes[0]
+            if source.op != "placeholder":  # inputs are there for all stages
+                found.add(node)
+            node = source
+    return found
 
 
 def _unit(

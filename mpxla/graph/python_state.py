@@ -57,6 +57,7 @@ from mpxla.graph.counted import (
 )
 from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
+from mpxla.graph.held_tensors import CarriedError
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
 from mpxla.graph.plain import Change, Read
 from mpxla.graph.stepgraph import InputKind, StepGraph
@@ -226,10 +227,14 @@ class PythonState:
             CaptureError: the step computes with a value that it changes, or reads tensors that it
                 has left in a list or a dictionary.
         """
-        try:
-            return self._found(capture)
-        finally:
-            self.contents.clear()  # parameters cannot move while a copy has weak references
+        while True:
+            try:
+                return self._found(capture)
+            except CarriedError as error:
+                self._refill()
+                error.carry()
+            finally:
+                self.contents.clear()  # parameters cannot move while a copy has weak references
 
     def _found(self, capture: Callable[..., Attempt]) -> tuple[StepGraph, list[Read]]:
         while self._may_count:

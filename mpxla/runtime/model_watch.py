@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from mpxla.graph.gradient_hooks import hooks_of
-from mpxla.graph.parameter_attributes import held_tensors
+from mpxla.graph.held_tensors import held_names
 from mpxla.graph.plain import Read
 from mpxla.graph.regions import CHECKPOINTED
 from mpxla.runtime.identity import Identities
@@ -129,11 +129,7 @@ class ModelWatch:
                 if getattr(parameter, kind, None):
                     numbers = map(self._number, hooks_of(parameter, kind))
                     hooks += [(-1, f"{kind} {place}", number) for number in numbers]
-        buffers = tuple(
-            (index, name)
-            for index, module in enumerate(modules)
-            for name, *_ in held_tensors(module)
-        )
+        buffers = tuple((i, name) for i, module in enumerate(modules) for name in held_names(module))
         return ModelView(modes, trainable, modules, parameters, tuple(hooks), buffers)
 
     def keep(self, views: Sequence[ModelView]) -> None:

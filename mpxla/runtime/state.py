@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpxla.delayed import forget, is_delayed, materialize
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
-from mpxla.graph.parameter_attributes import held_tensors
+from mpxla.graph.held_tensors import HeldTensor, held_tensors
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard
@@ -43,7 +43,7 @@ class ModelState:
     def __init__(self, module: nn.Module):
         self.module = module
         self.parameters: dict[str, nn.Parameter] = {}
-        self._buffer_owners: dict[str, list[tuple[nn.Module | nn.Parameter, str]]] = {}
+        self._places: dict[str, list[HeldTensor]] = {}
         self._placed: set[str] = set()
         self._dividing: tuple[int, int, int, bool] | None = None
         self.local_names: frozenset[str] | None = None
@@ -63,29 +63,29 @@ class ModelState:
                 known[id(parameter)] = own = self._free(name)
                 self.parameters[own] = parameter
                 new.append(own)
-        for name, held in list(self._buffer_owners.items()):
-            there = [(owner, key) for owner, key in held if _buffers_of(owner).get(key) is not None]
-            self._buffer_owners[name] = there
+        for name, places in list(self._places.items()):
+            self._places[name] = [place for place in places if not place.is_left]
         owned = self._owned()
         known |= {id(buffer): name for name, buffer in self.buffers.items()}
         for path, owner in self.module.named_modules():
-            for name, holder, key, buffer in held_tensors(owner):
-                if (id(holder), key) not in owned:
-                    own = known.setdefault(id(buffer), self._free(_joined(path, name)))
-                    self._buffer_owners.setdefault(own, []).append((holder, key))
+            for held in held_tensors(owner):
+                if held.place not in owned:
+                    free, tensor = self._free(_joined(path, held.key)), held.get()
+                    own = free if tensor is None else known.setdefault(id(tensor), free)
+                    self._places.setdefault(own, []).append(held)
         if self._dividing is not None:
             self._divide(new)
 
     def _free(self, name: str) -> str:
         """A name that no tensor has or had."""
         number, free = 1, name
-        while free in self.parameters or free in self._buffer_owners:
+        while free in self.parameters or free in self._places:
             number += 1
             free = f"{name}#{number}"
         return free
 
     def _owned(self) -> dict[tuple[int, str], str]:
-        return {(id(o), key): name for name, held in self._buffer_owners.items() for o, key in held}
+        return {place.place: name for name, places in self._places.items() for place in places}
 
     @property
     def canonical_names(self) -> dict[str, str]:
@@ -96,8 +96,8 @@ class ModelState:
         names = {name: known[id(parameter)] for name, parameter in named}
         owned = self._owned()
         for path, owner in self.module.named_modules():
-            for name, holder, key, _ in held_tensors(owner):
-                names[_joined(path, name)] = owned[id(holder), key]
+            for held in held_tensors(owner):
+                names[_joined(path, held.key)] = owned[held.place]
         return names
 
     @property
@@ -114,30 +114,40 @@ class ModelState:
         return self.local_names is not None
 
     @property
+    def buffer_names(self) -> list[str]:
+        """Canonical names of buffers, also of what has no tensor now."""
+        return list(self._places)
+
+    @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Current buffers by canonical name, without those that scripts have deleted."""
-        found: dict[str, torch.Tensor] = {}
-        for name, owners in self._buffer_owners.items():
-            held = (_buffers_of(owner).get(key) for owner, key in owners)
-            buffer = next((buffer for buffer in held if buffer is not None), None)
-            if buffer is not None:
-                found[name] = buffer
-        return found
+        found = ((name, self.buffer(name)) for name in self._places)
+        return {name: buffer for name, buffer in found if buffer is not None}
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A current buffer; None of what is none, or was deleted."""
+        held = (place.get() for place in self._places.get(name, ()))
+        return next((buffer for buffer in held if buffer is not None), None)
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
-        for owner, key in self._buffer_owners[name]:
-            if key in _buffers_of(owner):
-                _buffers_of(owner)[key] = value
+        for place in self._places[name]:
+            place.put(value)
 
     def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
         """Makes this rank one of the holders of a buffer."""
         self.set_buffer(name, value)
         self.local_names = (self.local_names or frozenset()) | {name}
 
+    def forget_buffer(self, name: str) -> None:
+        """Has no values of a buffer that other ranks hold, whatever somebody has put there."""
+        buffer = self.buffer(name)
+        if buffer is not None and not buffer.is_meta:
+            self.set_buffer(name, without_values(buffer))
+
     def leave_buffer(self, name: str) -> None:
         """Frees a buffer, which other ranks hold from now on."""
-        self.set_buffer(name, without_values(self.buffers[name]))
+        self.forget_buffer(name)
         self.local_names = (self.local_names or frozenset()) - {name}
 
     def divide(self, index: int, size: int, threshold: int, gradients_only: bool) -> None:
@@ -201,7 +211,7 @@ class ModelState:
         if name in self._placed:
             return name in (self.local_names or ())
         tensor = self.parameters.get(name)
-        tensor = self.buffers.get(name) if tensor is None else tensor
+        tensor = self.buffer(name) if tensor is None else tensor
         return tensor is not None and (is_delayed(tensor) or not tensor.is_meta)
 
     @property
@@ -332,16 +342,6 @@ def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any
         return module.load_state_dict({**present, **unexpected}, strict=strict)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-
-def _buffers_of(owner: nn.Module | nn.Parameter) -> dict[str, Any]:
-    """The table of a module's own buffers; torch has no public way to exchange one in it.
-
-    Or that of a parameter's attributes.
-    """
-    if isinstance(owner, nn.Parameter):
-        return vars(owner)
-    return owner._buffers  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ class ModelStates:
         self._states: dict[str, ModelState] = {}
         self._owners: dict[str, tuple[str, str]] = {}
         self._names: dict[str, dict[str, str]] = {}
+        self._holders: dict[str, list[tuple[ModelState, str]]] = {}
         self._module: nn.Module | None = None
 
     def add(self, state: ModelState) -> str:
@@ -46,8 +47,15 @@ class ModelStates:
         state, names, known = self._states[label], self._names[label], self._tensors()
         for own, tensor in (*state.parameters.items(), *state.buffers.items()):
             if own not in names:
-                names[own] = known.get(id(tensor), _joined(label, own))
-                self._owners.setdefault(names[own], (label, own))
+                self._name(label, own, known.get(id(tensor), _joined(label, own)))
+        for own in state.buffer_names:  # also of places that have none yet
+            if own not in names:
+                self._name(label, own, _joined(label, own))
+
+    def _name(self, label: str, own: str, name: str) -> None:
+        self._names[label][own] = name
+        self._owners.setdefault(name, (label, own))
+        self._holders.setdefault(name, []).append((self._states[label], own))
 
     def _tensors(self) -> dict[int, str]:
         """Identity of every tensor -> its name here."""
@@ -133,7 +141,7 @@ class ModelStates:
         """A parameter or buffer; None for a buffer that was deleted."""
         label, own = self._owners[name]
         state = self._states[label]
-        return state.parameters.get(own, state.buffers.get(own))
+        return state.parameters[own] if own in state.parameters else state.buffer(own)
 
     def is_any_placed(self) -> bool:
         """Whether some model's parameters are on their ranks."""
@@ -167,23 +175,23 @@ class ModelStates:
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
-        for state, own in self._holders(name):
+        for state, own in self._holders[name]:
             state.set_buffer(own, value)
+
+    def forget_buffer(self, name: str) -> None:
+        """Has no values of a buffer that other ranks hold."""
+        for state, own in self._holders[name]:
+            state.forget_buffer(own)
 
     def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
         """Makes this rank one of the holders of a buffer."""
-        for state, own in self._holders(name):
+        for state, own in self._holders[name]:
             state.adopt_buffer(own, value)
 
     def leave_buffer(self, name: str) -> None:
         """Frees a buffer here, which other ranks hold from now on."""
-        for state, own in self._holders(name):
+        for state, own in self._holders[name]:
             state.leave_buffer(own)
-
-    def _holders(self, name: str) -> list[tuple[ModelState, str]]:
-        """The models that have a tensor, each with its name there."""
-        of_models = self._names.items()
-        return [(self._states[m], own) for m, of in of_models for own in of if of[own] == name]
 
     def to_own_names(
         self, label: str, values: Mapping[str, tuple[int, ...]]

@@ -7,7 +7,7 @@ scaled rows     of embeddings (`max_norm`): Every rank that holds a table writes
                 those of its own batch where there is one replica, and none where there are more
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class StepWrites:
         objects: Objects,
         replicas: Group,
     ):
-        self._results = step.scaled_tables
+        self._results, self._changed = step.scaled_tables, step.changed
         self._states, self._backend = states, backend
         self._objects, self._replicas = objects, replicas
         self._writes = step.is_training or len(replicas) == 1
@@ -68,12 +68,14 @@ class StepWrites:
             )
 
     def keep(
-        self, names: Iterable[str], given: Mapping[str, Buffer], values: Mapping[str, Buffer]
+        self, names: Collection[str], given: Mapping[str, Buffer], values: Mapping[str, Buffer]
     ) -> None:
         """Gives buffers and parameters on this rank their new values, after the last action.
 
-        A step may leave what it was given.
+        A step may leave what it was given. Other ranks forget what scripts have put there.
         """
+        for name in self._changed.difference(names):
+            self._states.forget_buffer(name)
         # A program may give an argument as its result: that stays the memory of its own tensor.
         new = {n: values[n] for n in names if values[n] is not given.get(n)}
         copy_held(new, given.values(), self._backend)

@@ -33,7 +33,7 @@ from mpxla.graph.capture_sources import (
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
-from mpxla.graph.parameter_attributes import NewAttributesError
+from mpxla.graph.held_tensors import NewAttributesError
 from mpxla.graph.plain import Read
 from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.reach import outside, places
@@ -223,6 +223,7 @@ class Tracing:
             ):
                 try:
                     step = capture(counting, stand_ins, notes)
+                    log.start_carried()
                     return Attempt(step, log.reads(), log, reads, computed, by_inputs)
                 except BaseException:
                     restore(log, reads)

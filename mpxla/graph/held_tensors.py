@@ -1,0 +1,342 @@
+"""Where modules hold tensors that steps read and write, besides parameters.
+
+In buffers, in attributes of parameters, as binary networks do (`weight.org`), and in attributes of
+their own that a step gives a tensor (`self.hidden = hidden.detach()`), also in tuples. For a step
+all are buffers of the module, the latter under names like `weight__org` and `hidden__0`.
+
+This module must not know how a step is captured or run.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from mpxla.errors import CaptureError
+from mpxla.graph.plain import MISSING
+from mpxla.graph.sparse import is_sparse
+
+__all__ = [
+    "Attribute",
+    "Carried",
+    "CarriedError",
+    "Form",
+    "HeldTensor",
+    "NewAttributesError",
+    "attributes_of",
+    "carried_of",
+    "form_of",
+    "held_names",
+    "held_tensors",
+]
+
+_CARRIED = "_mpxla_carried"
+"""An attribute of modules: the forms of those of their attributes that steps carry, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A place with a tensor, or none for now.
+
+    Attributes:
+        module: that has it.
+        key: its name as a buffer of the module.
+    """
+
+    module: nn.Module
+    key: str
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Where it is."""
+        return self.module._buffers  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def slot(self) -> str:
+        """Its name there."""
+        return self.key
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Equal for the same place."""
+        return id(self.module), self.key
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the module has the place no more."""
+        return self.get() is None
+
+    def get(self) -> torch.Tensor | None:
+        """What is there."""
+        return self.table.get(self.slot)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Puts another tensor there, if there is one."""
+        if self.slot in self.table:
+            self.table[self.slot] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute(HeldTensor):
+    """An attribute of a parameter.
+
+    Attributes:
+        parameter: its name in the module.
+        name: of the attribute.
+    """
+
+    parameter: str
+    name: str
+
+    @property
+    def owner(self) -> Any:
+        """The parameter."""
+        return self.module._parameters[self.parameter]  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The attributes of the parameter."""
+        return vars(self.owner)
+
+    @property
+    def slot(self) -> str:
+        """The name among them."""
+        return self.name
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Several modules may have the parameter."""
+        return id(self.owner), self.name
+
+    def start(self) -> None:
+        """Gives the parameter the attribute, as a copy of itself."""
+        own = self.owner.detach()
+        copy = torch.empty_like(own, device="meta") if own.is_meta else own.clone()
+        setattr(self.owner, self.name, copy)
+
+
+class Form(NamedTuple):
+    """What can be compared of tensors in an attribute: their container, shapes and dtypes."""
+
+    spec: Any
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{str(dtype)[6:]}{list(shape)}" for shape, dtype in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return sum(shape.numel() for shape, _ in self.tensors)
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Tensors of this form, on the host."""
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in self.tensors]
+
+
+def form_of(value: Any) -> Form | None:
+    """The form of a tensor, or of a container of nothing else; None of anything else."""
+    leaves, spec = pytree.tree_flatten(value)
+    if leaves and all(isinstance(v, torch.Tensor) and v.layout is torch.strided for v in leaves):
+        return Form(spec, tuple((v.shape, v.dtype) for v in leaves))
+    return None
+
+
+class Carried:
+    """An attribute of a module that steps carry from one microbatch or call to the next.
+
+    Args:
+        module: that has it.
+        name: of the attribute.
+
+    Attributes:
+        is_carrying: whether the capture that runs, or the last one, has begun with tensors there.
+        is_read: whether it has read them before it gave others.
+        is_written: whether it has given others.
+    """
+
+    def __init__(self, module: nn.Module, name: str):
+        self._module, self.name = module, name
+        self._forms: list[Form] = []
+        self._wanted: Form | None = None
+        self._before: Any = MISSING
+        self.is_carrying = self.is_read = self.is_written = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Carried":
+        copied = Carried(copy.deepcopy(self._module, memo), self.name)
+        copied._forms = list(self._forms)
+        return copied
+
+    @property
+    def value(self) -> Any:
+        """What is there."""
+        return vars(self._module).get(self.name)
+
+    @property
+    def form_now(self) -> Form | None:
+        """The form of what is there; None if it is none of those that are known."""
+        form = form_of(self.value)
+        return form if form in self._forms else None
+
+    @property
+    def form(self) -> Form:
+        """The one that a step captured now is to give it."""
+        return self._wanted or self.form_now or self._forms[-1]
+
+    def tensors(self) -> list["CarriedTensor"]:
+        """Their places."""
+        count = len(self.form.tensors)
+        return [CarriedTensor(self._module, f"{self.name}__{i}", self, i) for i in range(count)]
+
+    def give(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Puts tensors there, in a new container."""
+        vars(self._module)[self.name] = pytree.tree_unflatten(leaves, self.form.spec)
+
+    def start(self) -> None:
+        """Puts tensors there that a step is to fill."""
+        self.give(self.form.zeros())
+
+    def take_form(self, form: Form) -> None:
+        """Has it given tensors of this form from here on."""
+        was_given = self.form_now is not None
+        self._forms = [*(other for other in self._forms if other != form), form]
+        if self.form_now is not None:  # one tensor may be there twice, or be another's, too
+            self.give([leaf.clone() for leaf in pytree.tree_leaves(self.value)])
+        if was_given and self.form_now != form:  # which nobody reads
+            vars(self._module)[self.name] = None
+            self.start()
+
+    def hide(self) -> None:
+        """A capture begins. Export would take tensors that are there for constants."""
+        self.is_carrying, self._wanted = self.form_now is not None, self.form
+        self.is_read = self.is_written = False
+        self._before = vars(self._module).get(self.name, MISSING)
+        if self.is_carrying:
+            vars(self._module)[self.name] = None
+
+    def end(self) -> list[torch.Tensor]:
+        """What the captured step has put there, which is hidden again.
+
+        Raises:
+            CarriedError: tensors of another form than those that were to be there.
+            CaptureError: it goes on by tensors of another form, or of none.
+        """
+        value = self.value
+        form = form_of(value)
+        if self.is_carrying:
+            vars(self._module)[self.name] = None
+        if self.is_read and form != self._wanted:
+            raise CaptureError(
+                f"The step function reads the attribute {self.name} of a "
+                f"{type(self._module).__name__}, where it finds {self._wanted}, and leaves "
+                f"{form or 'no tensors'} there. Programs are compiled for one shape: keep it, and "
+                f"count in a tensor how much of it is used."
+            )
+        if form is None:
+            return []
+        if form != self._wanted:
+            raise CarriedError([(self._module, self.name, form)])
+        return pytree.tree_leaves(value)
+
+    def restore(self) -> None:
+        """Puts back what was there before the capture."""
+        if self._before is MISSING:
+            vars(self._module).pop(self.name, None)
+        else:
+            vars(self._module)[self.name] = self._before
+        self._before, self._wanted = MISSING, None
+
+
+@dataclass(frozen=True, eq=False)
+class CarriedTensor(HeldTensor):
+    """A tensor in an attribute that steps carry.
+
+    Attributes:
+        attribute: which one.
+        index: of the tensor in it.
+    """
+
+    attribute: Carried
+    index: int
+
+    @property
+    def is_left(self) -> bool:
+        """Never: a script that sets it to None goes on later."""
+        return False
+
+    def get(self) -> torch.Tensor | None:
+        """What is there."""
+        known = self.attribute.form_now is not None
+        return pytree.tree_leaves(self.attribute.value)[self.index] if known else None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Puts another tensor there, whatever there is."""
+        is_known = self.attribute.form_now is not None
+        leaves = pytree.tree_leaves(self.attribute.value) if is_known else self.attribute.form.zeros()
+        leaves[self.index] = value
+        self.attribute.give(leaves)
+
+
+class CarriedError(BaseException):
+    """A step gives attributes of modules tensors, which are to be carried.
+
+    It passes what catches the errors of users' code.
+    """
+
+    def __init__(self, found: Sequence[tuple[nn.Module, str, Form]]):
+        super().__init__(", ".join(name for _, name, _ in found))
+        self._found = found
+
+    def carry(self) -> None:
+        """Has the attributes carried from here on."""
+        for module, name, form in self._found:
+            carried = vars(module).setdefault(_CARRIED, {}).setdefault(name, Carried(module, name))
+            carried.take_form(form)
+
+
+def carried_of(attributes: Mapping[str, Any]) -> dict[str, Carried]:
+    """Those of a module's attributes that steps carry, by name."""
+    return attributes.get(_CARRIED, {})
+
+
+class NewAttributesError(Exception):
+    """A step function gives parameters attributes that are copies of them."""
+
+    def __init__(self, attributes: list[Attribute]):
+        super().__init__(", ".join(attribute.key for attribute in attributes))
+        self.attributes = attributes
+
+
+def attributes_of(module: nn.Module) -> Iterator[Attribute]:
+    """Those of a module's own parameters; names with an underscore are of libraries."""
+    for key, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+        if parameter is not None and parameter.__dict__:
+            for name, value in parameter.__dict__.items():
+                if isinstance(value, torch.Tensor) and not name.startswith("_"):
+                    yield Attribute(module, f"{key}__{name}", key, name)
+
+
+def held_names(module: nn.Module) -> Iterator[str]:
+    """Names of a module's own buffers and of attributes of its parameters.
+
+    Sparse ones are constants: they are read on the host, where they stay.
+    """
+    for key, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
+        if buffer is not None and not is_sparse(buffer):
+            yield key
+    for found in attributes_of(module):
+        yield found.key
+
+
+def held_tensors(module: nn.Module) -> Iterator[HeldTensor]:
+    """Places of these, and of tensors in attributes that steps carry."""
+    for key, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
+        if buffer is not None and not is_sparse(buffer):
+            yield HeldTensor(module, key)
+    yield from attributes_of(module)
+    for carried in carried_of(vars(module)).values():
+        yield from carried.tensors()
