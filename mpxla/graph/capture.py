@@ -138,11 +138,13 @@ class BackwardRecorder:
 
     Attributes:
         recording: numbers that the step leaves in Python.
-        is_constant: says whether a tensor is the same in every call.
+        is_known: says whether a tensor follows from inputs alone.
+        is_constant: says whether it is the same in every call.
         note_backward: called when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
     """
 
+    is_known: Callable[[torch.Tensor], bool]
     is_constant: Callable[[torch.Tensor], bool]
     note_backward: Callable[[], None]
     is_trial: bool = False
@@ -274,8 +276,9 @@ class _StepModule(nn.Module):
         answers = Answers(self._answers)
         semantics = StepSemantics(self._counts, tape, answers)
         contents = semantics.writes.contents
+        constants, is_trial = semantics.constants, self._counts.none_at is not None
         _recorder = recorder = BackwardRecorder(
-            semantics.constants.is_known, contents.note_backward, self._counts.none_at is not None
+            constants.is_known, constants.is_constant, contents.note_backward, is_trial
         )
         if known is not None:
             semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)
@@ -461,7 +464,8 @@ def _captured(
     trained = _names_of([p for p in model.parameters() if p.requires_grad], model)
     trainable = frozenset(canonical_names[name] for name in trained)
     wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
-    with traceable(model, fake_mode) as wrapper.attributes, counts.supposed():
+    gone: list[tuple[nn.Module, str]] = []
+    with traceable(model, fake_mode, gone) as wrapper.attributes, counts.supposed():
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:
@@ -513,6 +517,7 @@ def _captured(
         modules=tuple(returned.modules),
         looking=tuple((canonical_names[name], hook) for name, hook in returned.looking),
         asked=returned.asked,
+        gone=tuple(gone),
         is_question=returned.is_question,
     )
 

@@ -22,7 +22,7 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.held_tensors import Carried, CarriedError, Form, carried_of, form_of
+from mpxla.graph.held_tensors import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead, held_objects
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
@@ -168,8 +168,25 @@ class AttributeLog:
                 found.append(ObjectRead.of(held, gets))
         return found
 
-    def start_carried(self) -> None:
+    def note_contents(self, is_constant: Callable[[torch.Tensor], bool]) -> None:
+        """Notes tensors that the step has put in the places of others, or None, in containers."""
+        for place, container in self.containers.items():
+            before = next((old for held, old in self.contents if held is container), None)
+            leaves, spec = pytree.tree_flatten(container)
+            form, (known, like) = form_of(container), pytree.tree_flatten(before)
+            if form is None or spec != like or place in self.written:
+                continue
+            new = [leaf for leaf, old in zip(leaves, known, strict=True) if leaf is not old]
+            if not all(map(is_constant, new)):
+                self.note_write(self.held[place[0]].table, place[1], _COMPUTED, form)
+                if self._is_carried(place):
+                    self.before[place] = self._carried(place).before
+
+    def start_carried(self, gone: Sequence[tuple[nn.Module, str]]) -> None:
         """Puts tensors into attributes that the step will give some.
+
+        Args:
+            gone: attributes that the capture has given back, of which a warning tells.
 
         Raises:
             CarriedError: there are others to be carried: what it gives tensors and reads, and what
@@ -184,6 +201,9 @@ class AttributeLog:
         ]
         if new := [one for one in new if isinstance(one[0], nn.Module)]:
             raise CarriedError(new)
+        for module, name in gone:
+            if not self._is_carried((id(vars(module)), name)):
+                _warn_gone(f"{self.held[id(vars(module))].name}.{name}")
         for place in self._started():
             self._carried(place).start()
 
@@ -250,8 +270,11 @@ class AttributeLog:
         """Put back what the step has left of plain values in attributes."""
         places = [(self.held[owner], key) for owner, key in self.before]
         known = [(own, key, own.get(key)) for own, key in places]
-        plain = [partial(own.put, k, v) for own, k, v in known if v is not MISSING and is_simple(v)]
-        return [*plain, *(self._carried(place).start for place in self._started())]
+        return [partial(own.put, k, v) for own, k, v in known if v is not MISSING and is_simple(v)]
+
+    def left_carried(self) -> list[Callable[[], None]]:
+        """Put tensors where the step will give some."""
+        return [self._carried(place).start for place in self._started()]
 
     def restore(self) -> None:
         """Gives attributes their plain values of before."""
@@ -343,6 +366,15 @@ def _warn(name: str, line: str) -> None:
         f"the step function reads and changes {name}{line}. It is captured once per program, so "
         f"that the change happens then, and not in every step or microbatch. Make it a buffer "
         f"(register_buffer), or change it outside of the step function.",
+    )
+
+
+def _warn_gone(name: str) -> None:
+    warn_once(
+        f"attribute {name}",
+        f"forward puts tensors into {name}. A step function may use them, but they are gone when "
+        f"it returns: return what you want to see, and register_buffer what one step is to keep "
+        f"for the next.",
     )
 
 
@@ -471,10 +503,10 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
         if recorder is not None and not isinstance(value, nn.Module):
             written = value
             tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-            if tensors:  # which must not be held beyond the step
-                is_constant = all(map(recorder.is_constant, tensors))
-                written = _CONSTANT if is_constant else _COMPUTED
             owner = object.__getattribute__(self, "__dict__")
+            if tensors:  # which must not be held beyond the step
+                is_same = is_cache(owner, name) or all(map(recorder.is_constant, tensors))
+                written = _CONSTANT if is_same else _COMPUTED
             is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
             form = form_of(value) if tensors and is_attribute else None
             log.note_write(owner, name, written, form)

@@ -209,8 +209,12 @@ class Constants:
         return self._run(torch.Tensor.any, (mask,), {}, is_read=True).item()
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's value is the same in every call of the step."""
+        """Whether the tensor's value follows from inputs alone."""
         return self.has_value(tensor) and not self._tests_of(tensor)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's value is the same in every call of the step."""
+        return self.is_known(tensor) and not self._varies(tensor)
 
     def leave(self, left: Mapping[str, Any], tape: Tape) -> None:
         """Writes down what a step leaves in places that it changes, by name.

@@ -26,7 +26,6 @@ from mpxla.graph.capture_checkpoints import run_checkpointed
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.gradient_hooks import hooks_of
 from mpxla.graph.user_code import at_user_line
-from mpxla.log import warn_once
 
 __all__ = [
     "FREEZES",
@@ -152,16 +151,20 @@ def _has_former_hooks(owner: Any, prefix: str) -> bool:
 
 
 @contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Generator[None]:
+def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Generator[None]:
     """Gives every module back the attributes that it had, where `forward` puts tensors into them.
 
     Numbers and other values stay as `forward` leaves them.
+
+    Args:
+        model: whose modules they are.
+        gone: gets those attributes.
     """
-    before = [(path, module, _attributes(module)) for path, module in model.named_modules()]
+    before = [(module, _attributes(module)) for module in model.modules()]
     try:
         yield
     finally:
-        for path, module, attributes in before:
+        for module, attributes in before:
             now = {k: v for k, v in vars(module).items() if k not in _STATE}
             changed = [name for name, value in now.items() if _is_new(value, attributes.get(name))]
             for name in changed:
@@ -169,8 +172,8 @@ def attributes_kept(model: nn.Module) -> Generator[None]:
                     vars(module)[name] = attributes[name]
                 else:
                     del vars(module)[name]
-            if changed and not type(module).__module__.startswith("torch."):
-                _warn(f"model.{path}" if path else "model", changed)
+            if not type(module).__module__.startswith("torch."):
+                gone += ((module, name) for name in changed)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -189,13 +192,3 @@ def _is_new(value: Any, old: Any) -> bool:
     known = {id(leaf) for leaf in pytree.tree_leaves(old)}
     leaves = pytree.tree_leaves(value)
     return any(isinstance(v, torch.Tensor) and id(v) not in known for v in leaves)
-
-
-def _warn(module: str, names: Sequence[str]) -> None:
-    texts = ", ".join(f"{module}.{name}" for name in names)
-    warn_once(
-        f"attributes {texts}",
-        f"forward assigns tensors to {texts}. A step function may use them, but they are gone when "
-        f"it returns: return what you want to see, and register_buffer what one step is to keep "
-        f"for the next.",
-    )

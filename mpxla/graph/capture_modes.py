@@ -233,10 +233,15 @@ def _device_of_name(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def traceable(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
-    """What export needs to trace a step of a model; gives the attributes of parameters."""
+def traceable(
+    model: nn.Module, fake_mode: FakeTensorMode, gone: list[tuple[nn.Module, str]]
+) -> Generator[list[Attribute]]:
+    """What export needs to trace a step of a model; gives the attributes of parameters.
+
+    Attributes of modules that the step has given tensors are `gone` afterwards.
+    """
     with (
-        attributes_kept(model),
+        attributes_kept(model, gone),
         _fake_state(model, fake_mode) as attributes,
         host_autocast(),
         _numbers_explained(),

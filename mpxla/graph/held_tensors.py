@@ -8,7 +8,7 @@ This module must not know how a step is captured or run.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +24,17 @@ __all__ = [
     "Attribute",
     "Carried",
     "CarriedError",
+    "CarriedTensor",
     "Form",
     "HeldTensor",
     "NewAttributesError",
     "attributes_of",
     "carried_of",
+    "end_caches",
+    "forget_carried",
     "form_of",
     "held_names",
+    "is_cache",
     "held_tensors",
 ]
 
@@ -157,18 +161,20 @@ class Carried:
         is_carrying: whether the capture that runs, or the last one, has begun with tensors there.
         is_read: whether it has read them before it gave others.
         is_written: whether it has given others.
+        is_cache: whether they are the same in every call, so that it is not carried.
+        before: what was there before the capture.
     """
 
     def __init__(self, module: nn.Module, name: str):
         self._module, self.name = module, name
         self._forms: list[Form] = []
         self._wanted: Form | None = None
-        self._before: Any = MISSING
-        self.is_carrying = self.is_read = self.is_written = False
+        self.before: Any = MISSING
+        self.is_carrying = self.is_read = self.is_written = self.is_cache = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Carried":
         copied = Carried(copy.deepcopy(self._module, memo), self.name)
-        copied._forms = list(self._forms)
+        copied._forms, copied.is_cache = list(self._forms), self.is_cache
         return copied
 
     @property
@@ -214,9 +220,11 @@ class Carried:
         """A capture begins. Export would take tensors that are there for constants."""
         self.is_carrying, self._wanted = self.form_now is not None, self.form
         self.is_read = self.is_written = False
-        self._before = vars(self._module).get(self.name, MISSING)
+        self.before = vars(self._module).get(self.name, MISSING)
         if self.is_carrying:
             vars(self._module)[self.name] = None
+        elif isinstance(self.before, (list, dict)):  # which the step may fill
+            vars(self._module)[self.name] = copy.copy(self.before)
 
     def end(self) -> list[torch.Tensor]:
         """What the captured step has put there, which is hidden again.
@@ -244,11 +252,11 @@ class Carried:
 
     def restore(self) -> None:
         """Puts back what was there before the capture."""
-        if self._before is MISSING:
+        if self.before is MISSING:
             vars(self._module).pop(self.name, None)
         else:
-            vars(self._module)[self.name] = self._before
-        self._before, self._wanted = MISSING, None
+            vars(self._module)[self.name] = self.before
+        self.before, self._wanted = MISSING, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,9 +306,43 @@ class CarriedError(BaseException):
             carried.take_form(form)
 
 
+def forget_carried(model: nn.Module) -> None:
+    """Makes a model a plain one, whose attributes are what they are."""
+    for module in model.modules():
+        vars(module).pop(_CARRIED, None)
+
+
 def carried_of(attributes: Mapping[str, Any]) -> dict[str, Carried]:
     """Those of a module's attributes that steps carry, by name."""
-    return attributes.get(_CARRIED, {})
+    found = attributes.get(_CARRIED)
+    return {name: one for name, one in found.items() if not one.is_cache} if found else {}
+
+
+def is_cache(attributes: Mapping[str, Any], name: str) -> bool:
+    """Whether steps give an attribute of a module what is the same in every call."""
+    return name in attributes.get(_CARRIED, ()) and name not in carried_of(attributes)
+
+
+def end_caches(model: nn.Module, is_same: Callable[[str], bool]) -> None:
+    """Carries attributes no more that the step just captured gives what is the same in every call.
+
+    Tables for positions, say. Every stage that reads one computes its own.
+
+    Args:
+        model: that the step uses.
+        is_same: says that of a buffer by its name in the model.
+
+    Raises:
+        CarriedError: there are some. The step is to be captured again.
+    """
+    found = False
+    for path, module in model.named_modules():
+        for carried in carried_of(vars(module)).values():
+            keys = (f"{path}.{place.key}".lstrip(".") for place in carried.tensors())
+            if carried.is_written and not carried.is_carrying and all(map(is_same, keys)):
+                carried.is_cache = found = True
+    if found:
+        raise CarriedError([])
 
 
 class NewAttributesError(Exception):

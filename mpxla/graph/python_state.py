@@ -302,7 +302,7 @@ class PythonState:
         if not self._followed:  # calls compare modes; microbatches may leave others
             own = [read for read in own if not _is_mode(read.name)]
         reads = [*kept([*outer, *own]), *self._followed.values(), *records.values()]
-        left = first.left()
+        left, self._left = first.left(), first.log.left_carried()
         try:
             once, counts = self._once(first, changed, capture) if changed else ([], set())
         except _CacheError:
@@ -313,7 +313,7 @@ class PythonState:
         self._refuse_filled(first, capture)
         if not once:
             first.log.warn(name for name in changed if name in counts)
-        self._left = left
+        self._left += left
         return first.step, [*reads, *once]
 
     def _recorded(

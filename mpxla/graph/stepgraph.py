@@ -153,6 +153,7 @@ class StepGraph:
         modules: those that the step uses and no distributed model holds.
         looking: parameters with hooks that are called with the gradient when the step has run.
         asked: the user's lines that ask for values which depend on the model (`answers.py`).
+        gone: attributes of modules that had tensors of the step, and have them no more.
         is_question: whether the step computes what they ask for, and not what comes after it.
     """
 
@@ -171,6 +172,7 @@ class StepGraph:
     modules: tuple[nn.Module, ...] = ()
     looking: tuple[tuple[str, Callable[[torch.Tensor], Any]], ...] = ()
     asked: tuple[str, ...] = ()
+    gone: tuple[tuple[nn.Module, str], ...] = ()
     is_question: bool = False
 
     def names_in_use(self) -> set[str]:
@@ -183,6 +185,20 @@ class StepGraph:
     def changed(self) -> set[str]:
         """Buffers and parameters that get new values."""
         return {role.name for role in self.outputs if role.kind is OutputKind.BUFFER}
+
+    def follows_from_itself(self, name: str) -> bool:
+        """Whether a buffer gets what is the same in every call: of constants and other buffers."""
+        roles, changed = self.roles, self.changed
+        waiting = [node for node, role in self.ends if role.name == name]
+        seen: set[fx.Node] = set()
+        for node in waiting:  # grows
+            role = roles.get(node)
+            if is_random(node) or (role is not None and role.kind is not InputKind.CONSTANT):
+                if role is None or role.kind is not InputKind.BUFFER or role.name in changed:
+                    return False
+            waiting += (other for other in node.all_input_nodes if other not in seen)
+            seen.update(node.all_input_nodes)
+        return bool(waiting)
 
     @property
     def scaled_tables(self) -> dict[str, int]:

@@ -437,7 +437,8 @@ class BucketedReduction:
             return {}
         parameters = {n: state.parameters[n] for n in self._flow.changed if n in state.parameters}
         buffers = state.buffers if self.reducer.options.broadcasts_buffers else {}
-        return {**parameters, **{n: buffers[n] for n in self._flow.changed if n in buffers}}
+        own = (n for n in self._flow.changed if n in buffers and not state.is_carried(n))
+        return {**parameters, **{n: buffers[n] for n in own}}
 
 
 def _taken(gradients: list[Buffer | None], place: int) -> Buffer:

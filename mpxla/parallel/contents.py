@@ -139,8 +139,9 @@ class PartitionedModule(nn.Module):
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, buffer) of the buffers that this rank holds. After partitioning."""
         self._require_partition("local_named_buffers")
-        names, holds = self._state.names_now, self._state.holds
-        return ((names[n], b) for n, b in self._state.buffers.items() if n in names and holds(n))
+        state, names = self._state, self._state.names_now
+        found = ((n, b) for n, b in state.buffers.items() if n in names and state.holds(n))
+        return ((names[n], b) for n, b in found if not state.is_carried(n))
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
         """Buffers that this rank holds. After partitioning."""

@@ -59,9 +59,10 @@ class Replica:
 def equalize(replica: Replica, source: int, names: Iterable[str]) -> None:
     """Gives all replicas, and all holders of a shared tensor, the same values of what is whole.
 
-    All ranks must call it, with equal names; everyone gets the values of the replica `source`.
+    All ranks must call it, with equal names; everyone gets the values of the replica `source`. What
+    steps carry in attributes stays that of each replica.
     """
-    chosen = set(names)
+    chosen = {name for name in names if not replica.state.is_carried(name)}
     local, ranks = replica.store.local_tensors(), replica.store.ranks
     names = [n for n in sorted(local) if n in chosen and replica.pp_rank in ranks[n]]
     if replica.count > 1 and names:

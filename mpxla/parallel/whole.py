@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mpxla.graph.held_tensors import forget_carried
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.layers import make_whole
 from mpxla.parallel.sharded import refuse_with_parts
@@ -100,4 +101,5 @@ def whole_copy(model: "DistributedModel", session: Session) -> nn.Module:
         memo[id(tensor)] = value
     whole = copy.deepcopy(model.module, memo)
     make_whole(whole)
+    forget_carried(whole)
     return whole

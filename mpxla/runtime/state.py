@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpxla.delayed import forget, is_delayed, materialize
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
-from mpxla.graph.held_tensors import HeldTensor, held_tensors
+from mpxla.graph.held_tensors import CarriedTensor, HeldTensor, held_tensors
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard
@@ -123,6 +123,10 @@ class ModelState:
         """Current buffers by canonical name, without those that scripts have deleted."""
         found = ((name, self.buffer(name)) for name in self._places)
         return {name: buffer for name, buffer in found if buffer is not None}
+
+    def is_carried(self, name: str) -> bool:
+        """Whether it is a tensor in an attribute, which replicas have of their own."""
+        return any(isinstance(place, CarriedTensor) for place in self._places.get(name, ()))
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """A current buffer; None of what is none, or was deleted."""

@@ -33,7 +33,7 @@ from mpxla.graph.capture_sources import (
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
-from mpxla.graph.held_tensors import NewAttributesError
+from mpxla.graph.held_tensors import NewAttributesError, end_caches
 from mpxla.graph.plain import Read
 from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.reach import outside, places
@@ -176,7 +176,7 @@ class Tracing:
             if values is not None:
                 values = replace(values, values=(*values.values, *counting.values))
             try:
-                return capture_step(
+                step = capture_step(
                     partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
                     model,
                     asked.tensor_leaves,
@@ -186,6 +186,8 @@ class Tracing:
                     signature.answers,
                     counting.left,
                 )
+                end_caches(model, lambda name: step.follows_from_itself(names[name]))
+                return step
             except NewAttributesError as error:
                 for found in error.attributes:
                     found.start()
@@ -208,7 +210,8 @@ class Tracing:
             def note() -> None:
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
-                others, known_too = numbers_left(log, reads, contents, recorder.is_constant)
+                log.note_contents(recorder.is_constant)
+                others, known_too = numbers_left(log, reads, contents, recorder.is_known)
                 left = [*stand_ins.left, *others]
                 computed.update((read.name, read) for read, _ in left)
                 by_inputs.update(known_too)
@@ -223,7 +226,7 @@ class Tracing:
             ):
                 try:
                     step = capture(counting, stand_ins, notes)
-                    log.start_carried()
+                    log.start_carried(step.gone)
                     return Attempt(step, log.reads(), log, reads, computed, by_inputs)
                 except BaseException:
                     restore(log, reads)

@@ -128,10 +128,7 @@ REFUSED = {
     "counted_in_a_slot": r"computes with model\.slotted, and changes it",
     "flag_of_the_model": r"computes with model\.is_hot, and gives it a number that the model has",
     "pair_of_numbers": r"computes with model\.numbers, and changes it at .*: self\.numbers = ",
-    "list_of_states": r"reads model\.states, and gives it a tensor",
-    "states_by_name": r"reads model\.by_name, and gives it a tensor",
     "last_ones": r"reads model\.past, and gives it a tensor",
-    "pair_of_states": r"reads model\.pair, and gives it a tensor at .*: self\.pair = h",
 }
 
 
