@@ -51,7 +51,7 @@ from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_ho
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number, numbers_in_math
-from mpxla.graph.held_tensors import Attribute, NewAttributesError
+from mpxla.graph.held_tensors import Attribute, NewAttributesError, carry_written
 from mpxla.graph.questions import as_question
 from mpxla.graph.recorded import Recorded, Recording
 from mpxla.graph.sparse import refuse_sparse
@@ -139,13 +139,13 @@ class BackwardRecorder:
     Attributes:
         recording: numbers that the step leaves in Python.
         is_known: says whether a tensor follows from inputs alone.
-        is_constant: says whether it is the same in every call.
+        is_constant: says whether it is the same in every call, while others are changing.
         note_backward: called when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
     """
 
     is_known: Callable[[torch.Tensor], bool]
-    is_constant: Callable[[torch.Tensor], bool]
+    is_constant: Callable[..., bool]
     note_backward: Callable[[], None]
     is_trial: bool = False
     objectives: list[torch.Tensor] = field(default_factory=list)
@@ -488,8 +488,9 @@ def _captured(
             raise
         except Exception as error:
             is_final = known is not None and known.decide_sizes
-            outside = returned.semantics and returned.semantics.writes.outside
-            explained = explain(error, is_final, outside or ())
+            outside = [] if returned.semantics is None else returned.semantics.writes.outside
+            carry_written(model, [tensor for tensor, _ in outside])
+            explained = explain(error, is_final, [line for _, line in outside])
             # Torch has sizes without values here that not all of its code expects, and the user's
             # code may go another way.
             is_supposed = counts.has_unknown or counts.asked

@@ -505,7 +505,8 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
             owner = object.__getattribute__(self, "__dict__")
             if tensors:  # which must not be held beyond the step
-                is_same = is_cache(owner, name) or all(map(recorder.is_constant, tensors))
+                old = [v for v in pytree.tree_leaves(owner.get(name)) if isinstance(v, torch.Tensor)]
+                is_same = is_cache(owner, name) or all(recorder.is_constant(v, old) for v in tensors)
                 written = _CONSTANT if is_same else _COMPUTED
             is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
             form = form_of(value) if tensors and is_attribute else None

@@ -212,9 +212,17 @@ class Constants:
         """Whether the tensor's value follows from inputs alone."""
         return self.has_value(tensor) and not self._tests_of(tensor)
 
-    def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's value is the same in every call of the step."""
-        return self.is_known(tensor) and not self._varies(tensor)
+    def is_constant(self, tensor: torch.Tensor, changing: Sequence[torch.Tensor] = ()) -> bool:
+        """Whether the tensor's value is the same in every call of the step.
+
+        It is not if it follows from tensors of the user's that are `changing`.
+        """
+        ids = set(map(id, changing))
+        return (
+            self.is_known(tensor)
+            and not self._varies(tensor)
+            and not any(id(source) in ids for source in self._sources(tensor))
+        )
 
     def leave(self, left: Mapping[str, Any], tape: Tape) -> None:
         """Writes down what a step leaves in places that it changes, by name.

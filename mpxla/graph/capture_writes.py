@@ -31,13 +31,14 @@ class HiddenWrites:
 
     Attributes:
         contents: of tensors that hold something else now.
-        outside: the user's lines that write to tensors of no model, in order.
+        outside: tensors that are no buffers or parameters of a model, and are written to, with the
+            user's lines, in order.
     """
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
         self.contents = Contents(call)
-        self.outside: list[str] = []
+        self.outside: list[tuple[torch.Tensor, str]] = []
         self._origins: Any = WeakTensorKeyDictionary()
         self._copied: Any = WeakTensorKeyDictionary()
 
@@ -87,8 +88,8 @@ class HiddenWrites:
         """Notes the line that writes to a tensor which is there besides the step."""
         # Tensors of the step and of its models have no values, but for those made of numbers.
         kinds = torch.Tensor, torch.nn.Parameter
-        if isinstance(written, torch.Tensor) and type(self._owner(written)) in kinds:
-            self.outside.append(at_user_line())
+        if isinstance(written, torch.Tensor) and type(owner := self._owner(written)) in kinds:
+            self.outside.append((owner, at_user_line()))
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, owner = args[0], self._owner(args[0])

@@ -30,6 +30,7 @@ __all__ = [
     "NewAttributesError",
     "attributes_of",
     "carried_of",
+    "carry_written",
     "end_caches",
     "forget_carried",
     "form_of",
@@ -304,6 +305,22 @@ class CarriedError(BaseException):
         for module, name, form in self._found:
             carried = vars(module).setdefault(_CARRIED, {}).setdefault(name, Carried(module, name))
             carried.take_form(form)
+
+
+def carry_written(model: nn.Module, written: Sequence[torch.Tensor]) -> None:
+    """Sees whether a step has written to tensors in attributes of its model, in place.
+
+    Raises:
+        CarriedError: it has.
+    """
+    ids, found = set(map(id, written)), list[tuple[nn.Module, str, Form]]()
+    for module in model.modules() if ids else ():
+        for name, value in vars(module).items():
+            if not ids.isdisjoint(map(id, pytree.tree_leaves(value))):
+                form = form_of(value)
+                found += [] if form is None else [(module, name, form)]
+    if found:
+        raise CarriedError(found)
 
 
 def forget_carried(model: nn.Module) -> None:
