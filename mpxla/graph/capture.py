@@ -37,6 +37,7 @@ from mpxla.graph.capture_modes import (
 )
 from mpxla.graph.capture_modules import modules_noted
 from mpxla.graph.capture_transforms import transforms_captured
+from mpxla.graph.carried import carry_written
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.chosen_none import needs_no_rows, without_checks
 from mpxla.graph.decisions import Decisions, Tape
@@ -51,11 +52,11 @@ from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_ho
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number, numbers_in_math
-from mpxla.graph.held_tensors import Attribute, NewAttributesError, carry_written
 from mpxla.graph.questions import as_question
 from mpxla.graph.recorded import Recorded, Recording
 from mpxla.graph.sparse import refuse_sparse
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
+from mpxla.graph.tensor_places import Attribute, NewAttributesError
 from mpxla.graph.user_code import ValueNeededError, at_user_line, explain
 from mpxla.kept import Kept
 from mpxla.log import get_logger, warn_once

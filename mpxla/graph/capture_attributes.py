@@ -21,8 +21,8 @@ from torch import nn
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
+from mpxla.graph.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.held_tensors import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead, held_objects
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
@@ -50,7 +50,7 @@ MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
 _FEW_ELEMENTS = 2**16
-"""So much of what a step leaves in attributes is there afterwards, whether a step reads it or not."""
+"""So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
 PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict, Counter)
@@ -505,9 +505,9 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
             owner = object.__getattribute__(self, "__dict__")
             if tensors:  # which must not be held beyond the step
-                old = [v for v in pytree.tree_leaves(owner.get(name)) if isinstance(v, torch.Tensor)]
-                is_same = is_cache(owner, name) or all(recorder.is_constant(v, old) for v in tensors)
-                written = _CONSTANT if is_same else _COMPUTED
+                old = pytree.tree_leaves(owner.get(name))
+                is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
+                written = _CONSTANT if is_same or is_cache(owner, name) else _COMPUTED
             is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
             form = form_of(value) if tensors and is_attribute else None
             log.note_write(owner, name, written, form)

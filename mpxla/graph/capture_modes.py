@@ -42,6 +42,7 @@ from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_writes import HiddenWrites
+from mpxla.graph.carried import carried_of
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor
@@ -49,13 +50,9 @@ from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
-from mpxla.graph.held_tensors import (
-    Attribute,
-    attributes_of,
-    carried_of,
-)
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
+from mpxla.graph.tensor_places import Attribute, attributes_of
 from mpxla.graph.user_code import at_user_line, is_called_by_user, user_lines_recorded
 
 __all__ = [

@@ -136,7 +136,7 @@ def build_problem(
         if node.op == "output" or (node in roles and roles[node].kind is not InputKind.STEP_INPUT):
             continue
         if (node.target is operator.getitem or node in copies) and node.args[0] in units:
-            units[node] = units[cast(fx.Node, node.args[0])]
+            units[node] = units[node.args[0]]
             members[units[node]].append(node)
         else:
             units[node] = len(members)

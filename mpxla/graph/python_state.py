@@ -40,6 +40,7 @@ from mpxla.graph.capture_attributes import (
     note_content,
     refusal,
 )
+from mpxla.graph.carried import CarriedError
 from mpxla.graph.container_state import (
     changed_entries,
     has_no_others,
@@ -57,7 +58,6 @@ from mpxla.graph.counted import (
 )
 from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
-from mpxla.graph.held_tensors import CarriedError
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
 from mpxla.graph.plain import Change, Read
 from mpxla.graph.stepgraph import InputKind, StepGraph

@@ -129,7 +129,9 @@ class ModelWatch:
                 if getattr(parameter, kind, None):
                     numbers = map(self._number, hooks_of(parameter, kind))
                     hooks += [(-1, f"{kind} {place}", number) for number in numbers]
-        buffers = tuple((i, name) for i, module in enumerate(modules) for name in held_names(module))
+        buffers = tuple(
+            (i, name) for i, module in enumerate(modules) for name in held_names(module)
+        )
         return ModelView(modes, trainable, modules, parameters, tuple(hooks), buffers)
 
     def keep(self, views: Sequence[ModelView]) -> None:

@@ -30,15 +30,16 @@ from mpxla.graph.capture_sources import (
     iterators_refused,
     random_numbers_noted,
 )
+from mpxla.graph.carried import end_caches
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
-from mpxla.graph.held_tensors import NewAttributesError, end_caches
 from mpxla.graph.plain import Read
 from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.reach import outside, places
 from mpxla.graph.recorded import Recording
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.tensor_places import NewAttributesError
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants

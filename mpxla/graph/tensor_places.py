@@ -1,0 +1,112 @@
+"""Where modules hold tensors that steps read and write, besides parameters.
+
+In buffers, and in attributes of parameters, as binary networks do (`weight.org`). For a step the
+latter are buffers of the module that has the parameter, under names like `weight__org`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Attribute", "HeldTensor", "NewAttributesError", "attributes_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A place with a tensor, or none for now.
+
+    Attributes:
+        module: that has it.
+        key: its name as a buffer of the module.
+    """
+
+    module: nn.Module
+    key: str
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Where it is."""
+        return self.module._buffers  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def slot(self) -> str:
+        """Its name there."""
+        return self.key
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Equal for the same place."""
+        return id(self.module), self.key
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the module has the place no more."""
+        return self.get() is None
+
+    def get(self) -> torch.Tensor | None:
+        """What is there."""
+        return self.table.get(self.slot)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Puts another tensor there, if there is one."""
+        if self.slot in self.table:
+            self.table[self.slot] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute(HeldTensor):
+    """An attribute of a parameter.
+
+    Attributes:
+        parameter: its name in the module.
+        name: of the attribute.
+    """
+
+    parameter: str
+    name: str
+
+    @property
+    def owner(self) -> Any:
+        """The parameter."""
+        return self.module._parameters[self.parameter]  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The attributes of the parameter."""
+        return vars(self.owner)
+
+    @property
+    def slot(self) -> str:
+        """The name among them."""
+        return self.name
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Several modules may have the parameter."""
+        return id(self.owner), self.name
+
+    def start(self) -> None:
+        """Gives the parameter the attribute, as a copy of itself."""
+        own = self.owner.detach()
+        copy = torch.empty_like(own, device="meta") if own.is_meta else own.clone()
+        setattr(self.owner, self.name, copy)
+
+
+class NewAttributesError(Exception):
+    """A step function gives parameters attributes that are copies of them."""
+
+    def __init__(self, attributes: list[Attribute]):
+        super().__init__(", ".join(attribute.key for attribute in attributes))
+        self.attributes = attributes
+
+
+def attributes_of(module: nn.Module) -> Iterator[Attribute]:
+    """Those of a module's own parameters; names with an underscore are of libraries."""
+    for key, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+        if parameter is not None and parameter.__dict__:
+            for name, value in parameter.__dict__.items():
+                if isinstance(value, torch.Tensor) and not name.startswith("_"):
+                    yield Attribute(module, f"{key}__{name}", key, name)
