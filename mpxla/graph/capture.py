@@ -489,9 +489,12 @@ def _captured(
             raise
         except Exception as error:
             is_final = known is not None and known.decide_sizes
-            outside = [] if returned.semantics is None else returned.semantics.writes.outside
-            carry_written(model, [tensor for tensor, _ in outside])
-            explained = explain(error, is_final, [line for _, line in outside])
+            outside = []
+            if returned.semantics is not None:
+                returned.semantics.writes.restore()
+                outside = returned.semantics.writes.outside
+            carry_written(model, [tensor for tensor, *_ in outside])
+            explained = explain(error, is_final, [line for _, line, _ in outside])
             # Torch has sizes without values here that not all of its code expects, and the user's
             # code may go another way.
             is_supposed = counts.has_unknown or counts.asked

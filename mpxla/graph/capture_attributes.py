@@ -9,7 +9,7 @@ so. This module must not know what is done with what was read.
 import contextlib
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,7 +76,6 @@ class AttributeLog:
         counted: names of attributes that are inputs of the step (`counted.py`).
         contents: containers with what they held before the step.
         forms: of the tensors that it has given attributes.
-        carried: attributes with tensors that it has read and goes on by.
     """
 
     held: dict[int, Held]
@@ -89,7 +88,6 @@ class AttributeLog:
     counted: Set[str] = frozenset()
     contents: list[tuple[Any, Any]] = field(default_factory=list)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
-    carried: dict[tuple[int, str], Carried] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -97,13 +95,12 @@ class AttributeLog:
         if place in self.first or place in self.written or id(owner) not in self.held:
             return
         carried = carried_of(owner).get(key)
-        if carried is not None and carried.is_carrying:
-            if not carried.is_written:
-                carried.is_read = True
-                self.carried[place] = carried
-        elif _is_of_user(key) and not self._is_counted(place) and not is_number(value):
-            self.first[place] = plain(value, self.texts)
-            if isinstance(value, CONTAINERS):
+        if carried is not None and carried.is_written:
+            return
+        if _is_of_user(key) and not self._is_counted(place) and not is_number(value):
+            is_carrying = carried is not None and carried.note_read()
+            self.first[place] = carried.found if carried else plain(value, self.texts)
+            if isinstance(value, CONTAINERS) and not is_carrying:
                 self.containers[place] = value
                 note_content(value, self.contents)
 
@@ -133,15 +130,14 @@ class AttributeLog:
         """Notes a write, with the line, and the form of tensors."""
         place = id(owner), key
         carried = carried_of(owner).get(key)
-        if carried is not None:
-            carried.is_written = True
-        if carried is not None and carried.is_carrying:
+        if carried is not None and carried.note_write():
             return
         if id(owner) in self.held and not self._is_counted(place):
             self.forms[place] = form
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
-            self.before.setdefault(place, owner.get(key, MISSING))
+            before = owner.get(key, MISSING) if carried is None else carried.before
+            self.before.setdefault(place, before)
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
@@ -153,9 +149,6 @@ class AttributeLog:
             is_cache = last is _CONSTANT  # which all calls fill alike
             if _is_known(self._name(place), value) and not (is_cache and value is MISSING):
                 found.append(without_counted(self._read(place), self.counted))
-        for place, carried in self.carried.items():
-            now = partial(_form_in, carried)
-            found.append(Read(self._name(place), now(), now))
         changes = self._changes()
         return [*self.objects(), *(read for read in found if read.name not in changes)]
 
@@ -170,17 +163,16 @@ class AttributeLog:
 
     def note_contents(self, is_constant: Callable[[torch.Tensor], bool]) -> None:
         """Notes tensors that the step has put in the places of others, or None, in containers."""
+        held = {id(container): content for container, content in self.contents}
         for place, container in self.containers.items():
-            before = next((old for held, old in self.contents if held is container), None)
+            known, like = pytree.tree_flatten(_held_before(container, held))
             leaves, spec = pytree.tree_flatten(container)
-            form, (known, like) = form_of(container), pytree.tree_flatten(before)
+            form = form_of(container)
             if form is None or spec != like or place in self.written:
                 continue
             new = [leaf for leaf, old in zip(leaves, known, strict=True) if leaf is not old]
             if not all(map(is_constant, new)):
                 self.note_write(self.held[place[0]].table, place[1], _COMPUTED, form)
-                if self._is_carried(place):
-                    self.before[place] = self._carried(place).before
 
     def start_carried(self, gone: Sequence[tuple[nn.Module, str]]) -> None:
         """Puts tensors into attributes that the step will give some.
@@ -305,7 +297,9 @@ class AttributeLog:
 
     def _with(self, value: Any, place: tuple[int, str]) -> Read:
         owner, key = self.held[place[0]], place[1]
-        put = None if self._is_carried(place) else partial(owner.put, key)
+        if self._is_carried(place):  # whose numbers are read anew
+            return Read(self._name(place), value, self._carried(place).look)
+        put = partial(owner.put, key)
         return Read(self._name(place), value, owner.reader(key), self.texts, put)
 
     def _name(self, place: tuple[int, str]) -> str:
@@ -335,11 +329,6 @@ class AttributeLog:
         return replace(self.inherited[place], put=partial(self.held[place[0]].put, place[1]))
 
 
-def _form_in(carried: Carried) -> str:
-    """What can be compared of tensors that a step goes on by: their numbers are read anew."""
-    return str(carried.form_now or "no tensors")
-
-
 def _is_of_user(key: str) -> bool:
     """Whether an attribute of a module is one that user code changes."""
     return key == MODE or key not in OF_TORCH
@@ -367,6 +356,17 @@ def _warn(name: str, line: str) -> None:
         f"that the change happens then, and not in every step or microbatch. Make it a buffer "
         f"(register_buffer), or change it outside of the step function.",
     )
+
+
+def _held_before(value: Any, contents: Mapping[int, Any]) -> Any:
+    """What a container held, and those in it, by the ids of these."""
+    content = contents.get(id(value))
+    if isinstance(content, dict):
+        return {key: _held_before(part, contents) for key, part in content.items()}
+    if content is None:
+        return value
+    parts = [_held_before(part, contents) for part in content]
+    return parts if isinstance(content, list) else deque(parts, content.maxlen)
 
 
 def _warn_gone(name: str) -> None:

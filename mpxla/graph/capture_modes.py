@@ -318,12 +318,12 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
         for found, value in zip(attributes, values, strict=True):
             found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
         for one in carried:
-            one.hide()
+            buffers = one.begin()
             stack.callback(one.restore)
-            for place, (shape, dtype) in zip(one.tensors(), one.form.tensors, strict=True):
+            for key, (shape, dtype) in buffers.items():
                 strides = torch.empty(shape, device="meta").stride()
                 made = fake_tensor(fake_mode, shape, strides, dtype)
-                place.module._buffers[place.key] = made  # pyright: ignore[reportPrivateUsage]
+                one.module._buffers[key] = made  # pyright: ignore[reportPrivateUsage]
         yield attributes
 
 
@@ -366,10 +366,7 @@ def carried_attributes_written(model: nn.Module) -> Generator[None]:
         CaptureError: one had tensors, and lost them.
     """
     carried = [one for module in model.modules() for one in carried_of(vars(module)).values()]
-    buffers = [[getattr(p.module, p.key) for p in one.tensors()] for one in carried]
-    for one, held in zip(carried, buffers, strict=True):
-        if one.is_carrying:
-            one.give(held)
+    buffers = [one.show() for one in carried]
     yield
     for one, held in zip(carried, buffers, strict=True):
         pairs = zip(held, one.end() or held, strict=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
@@ -32,13 +34,13 @@ class HiddenWrites:
     Attributes:
         contents: of tensors that hold something else now.
         outside: tensors that are no buffers or parameters of a model, and are written to, with the
-            user's lines, in order.
+            user's lines and the values before, in order.
     """
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
         self.contents = Contents(call)
-        self.outside: list[tuple[torch.Tensor, str]] = []
+        self.outside: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._origins: Any = WeakTensorKeyDictionary()
         self._copied: Any = WeakTensorKeyDictionary()
 
@@ -89,7 +91,14 @@ class HiddenWrites:
         # Tensors of the step and of its models have no values, but for those made of numbers.
         kinds = torch.Tensor, torch.nn.Parameter
         if isinstance(written, torch.Tensor) and type(owner := self._owner(written)) in kinds:
-            self.outside.append((owner, at_user_line()))
+            with _disable_current_modes(), DisableTorchFunction():
+                self.outside.append((owner, at_user_line(), owner.detach().clone()))
+
+    def restore(self) -> None:
+        """Gives such tensors their values of before: some writes are done at once."""
+        with torch.no_grad():
+            for tensor, _, before in reversed(self.outside):
+                tensor.copy_(before)
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, owner = args[0], self._owner(args[0])

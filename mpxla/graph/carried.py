@@ -32,14 +32,17 @@ __all__ = [
     "Form",
     "carried_of",
     "carry_written",
-    "end_caches",
     "forget_carried",
     "form_of",
     "is_cache",
+    "settle",
 ]
 
 _CARRIED = "_mpxla_carried"
 """An attribute of modules: what is known of those of their attributes that steps carry, by name."""
+_NONE = "no tensors"
+_MANY_FORMS = 8
+"""An attribute that has had so many is one that grows."""
 
 
 class Form(NamedTuple):
@@ -55,10 +58,6 @@ class Form(NamedTuple):
     def size(self) -> int:
         """The number of elements."""
         return sum(shape.numel() for shape, _ in self.tensors)
-
-    def zeros(self) -> list[torch.Tensor]:
-        """Tensors of this form, on the host."""
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in self.tensors]
 
 
 def form_of(value: Any) -> Form | None:
@@ -83,7 +82,9 @@ class Carried:
         name: of the attribute.
 
     Attributes:
+        module, name: as given.
         is_carrying: whether the capture that runs, or the last one, has begun with tensors there.
+        is_turning: whether it is to leave tensors of another form than those.
         is_read: whether it has read them before it gave others.
         is_written: whether it has given others.
         is_cache: whether they are the same in every call, so that it is not carried.
@@ -91,21 +92,25 @@ class Carried:
     """
 
     def __init__(self, module: nn.Module, name: str):
-        self._module, self.name = module, name
-        self._forms: list[Form] = []
-        self._wanted: Form | None = None
+        self.module, self.name = module, name
+        self._forms: set[Form] = set()
+        # The form that steps leave, by what they find. At first there may be nothing.
+        self._turns: dict[Form | None, Form] = {}
+        self._found: Form | None = None
         self.before: Any = MISSING
-        self.is_carrying = self.is_read = self.is_written = self.is_cache = False
+        self.is_carrying = self.is_turning = self.is_read = self.is_written = False
+        self.is_cache = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Carried":
-        copied = Carried(copy.deepcopy(self._module, memo), self.name)
-        copied._forms, copied.is_cache = list(self._forms), self.is_cache
+        copied = Carried(copy.deepcopy(self.module, memo), self.name)
+        copied._forms, copied._turns = set(self._forms), dict(self._turns)
+        copied.is_cache = self.is_cache
         return copied
 
     @property
     def value(self) -> Any:
         """What is there."""
-        return vars(self._module).get(self.name)
+        return vars(self.module).get(self.name)
 
     @property
     def form_now(self) -> Form | None:
@@ -113,75 +118,136 @@ class Carried:
         form = form_of(self.value)
         return form if form in self._forms else None
 
-    @property
-    def form(self) -> Form:
-        """The one that a step captured now is to give it."""
-        return self._wanted or self.form_now or self._forms[-1]
+    def look(self) -> str:
+        """The form of what is there, as a text."""
+        return str(self.form_now or _NONE)
 
     def tensors(self) -> list["CarriedTensor"]:
         """Their places."""
-        count = len(self.form.tensors)
-        return [CarriedTensor(self._module, f"{self.name}__{i}", self, i) for i in range(count)]
-
-    def give(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Puts tensors there, in a new container."""
-        vars(self._module)[self.name] = pytree.tree_unflatten(leaves, self.form.spec)
+        count = max(len(form.tensors) for form in self._forms)
+        return [CarriedTensor(self.module, f"{self.name}__{i}", self, i) for i in range(count)]
 
     def start(self) -> None:
         """Puts tensors there that a step is to fill."""
-        self.give(self.form.zeros())
+        form = self._wanted(self.form_now)
+        self._give([torch.zeros(shape, dtype=dtype) for shape, dtype in form.tensors], form)
 
-    def take_form(self, form: Form) -> None:
-        """Has it given tensors of this form from here on."""
-        was_given = self.form_now is not None
-        self._forms = [*(other for other in self._forms if other != form), form]
-        if self.form_now is not None:  # one tensor may be there twice, or be another's, too
-            self.give([leaf.clone() for leaf in pytree.tree_leaves(self.value)])
-        if was_given and self.form_now != form:  # which nobody reads
-            vars(self._module)[self.name] = None
+    def put(self, index: int, value: torch.Tensor) -> None:
+        """Puts another tensor in the place of one, whatever there is."""
+        if self.form_now is None:
             self.start()
+        leaves, spec = pytree.tree_flatten(self.value)
+        leaves[index] = value
+        vars(self.module)[self.name] = pytree.tree_unflatten(leaves, spec)
 
-    def hide(self) -> None:
-        """A capture begins. Export would take tensors that are there for constants."""
-        self.is_carrying, self._wanted = self.form_now is not None, self.form
-        self.is_read = self.is_written = False
-        self.before = vars(self._module).get(self.name, MISSING)
+    def take_form(self, form: Form, found: Form | None) -> None:
+        """Has it given tensors of this form from here on, where it has those that were found.
+
+        Raises:
+            CaptureError: there are too many forms.
+        """
+        self._forms.add(form)
+        self._turns[found] = form
+        if len(self._forms) > _MANY_FORMS:
+            raise self._problem(form)
+        if form_of(self.value) == form:  # one tensor may be there twice, or be another's, too
+            self._give([leaf.clone() for leaf in pytree.tree_leaves(self.value)], form)
+
+    # --- in a capture ---------------------------------------------------------------------------
+
+    def begin(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Hides what is there: export would take tensors for constants.
+
+        Returns:
+            What buffers stand for it, by name; also for what is to be there of another form.
+        """
+        self._found = self.form_now
+        self.is_carrying, self.is_read, self.is_written = self._found is not None, False, False
+        wanted = self._wanted(self._found)
+        self.is_turning = self.is_carrying and wanted != self._found
+        self.before = vars(self.module).get(self.name, MISSING)
         if self.is_carrying:
-            vars(self._module)[self.name] = None
+            vars(self.module)[self.name] = None
         elif isinstance(self.before, (list, dict)):  # which the step may fill
-            vars(self._module)[self.name] = copy.copy(self.before)
+            vars(self.module)[self.name] = copy.copy(self.before)
+        places, own = self.tensors(), (self._found or wanted).tensors
+        buffers = {place.key: like for place, like in zip(places, own, strict=False)}
+        if self.is_turning:
+            buffers |= {p.keys[1]: like for p, like in zip(places, wanted.tensors, strict=False)}
+        return buffers
+
+    def show(self) -> list[torch.Tensor]:
+        """Has the function find these buffers there; gives those that get what it leaves."""
+        places, buffers = self.tensors(), self.module.get_buffer
+        if self._found is not None:
+            own = [buffers(place.key) for place in places[: len(self._found.tensors)]]
+            self._give(own, self._found)
+        count = len(self._wanted(self._found).tensors)
+        return [buffers(place.keys[self.is_turning]) for place in places[:count]]
 
     def end(self) -> list[torch.Tensor]:
         """What the captured step has put there, which is hidden again.
 
         Raises:
             CarriedError: tensors of another form than those that were to be there.
-            CaptureError: it goes on by tensors of another form, or of none.
+            CaptureError: it has taken tensors away.
         """
         value = self.value
         form = form_of(value)
         if self.is_carrying:
-            vars(self._module)[self.name] = None
-        if self.is_read and form != self._wanted:
-            raise CaptureError(
-                f"The step function reads the attribute {self.name} of a "
-                f"{type(self._module).__name__}, where it finds {self._wanted}, and leaves "
-                f"{form or 'no tensors'} there. Programs are compiled for one shape: keep it, and "
-                f"count in a tensor how much of it is used."
-            )
-        if form is None:
-            return []
-        if form != self._wanted:
-            raise CarriedError([(self._module, self.name, form)])
-        return pytree.tree_leaves(value)
+            vars(self.module)[self.name] = None
+        if form is None and self.is_read:
+            raise self._problem(form)
+        if form is not None and form != self._wanted(self._found):
+            raise CarriedError([(self.module, self.name, form)], self._found)
+        return [] if form is None else pytree.tree_leaves(value)
+
+    @property
+    def found(self) -> str:
+        """The form of what was there when it began, as a text."""
+        return str(self._found or _NONE)
+
+    def note_read(self) -> bool:
+        """Notes a read before a write; says whether of tensors."""
+        self.is_read = True
+        return self.is_carrying
+
+    def note_write(self) -> bool:
+        """Notes a write; says whether of tensors in the place of others like them."""
+        self.is_written = True
+        return self.is_carrying and not self.is_turning
 
     def restore(self) -> None:
         """Puts back what was there before the capture."""
         if self.before is MISSING:
-            vars(self._module).pop(self.name, None)
+            vars(self.module).pop(self.name, None)
         else:
-            vars(self._module)[self.name] = self.before
-        self.before, self._wanted = MISSING, None
+            vars(self.module)[self.name] = self.before
+        self.before = MISSING
+
+    def check_unused(self, is_used: Callable[[str], bool]) -> None:
+        """Checks that a step does not compute with tensors in whose place it leaves larger ones.
+
+        Raises:
+            CaptureError: it does.
+        """
+        if self.is_turning and any(is_used(place.key) for place in self.tensors()):
+            raise self._problem(self._wanted(self._found))
+
+    def _wanted(self, found: Form | None) -> Form:
+        return self._turns[None] if found is None else self._turns.get(found, found)
+
+    def _give(self, leaves: Sequence[torch.Tensor], form: Form) -> None:
+        vars(self.module)[self.name] = pytree.tree_unflatten(leaves, form.spec)
+
+    def _problem(self, left: Form | None) -> CaptureError:
+        return CaptureError(
+            f"The step function computes with the attribute {self.name} of a "
+            f"{type(self.module).__name__}, where it finds {self._found or _NONE}, and "
+            f"leaves {left or _NONE} there. Programs are compiled for one shape: keep it, "
+            f"and count in a tensor how much of it is used; or return it, and pass it to the next "
+            f"call as an argument."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +263,11 @@ class CarriedTensor(HeldTensor):
     index: int
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """Also of a new tensor of another form."""
+        return self.key, f"{self.key}__new"
+
+    @property
     def is_left(self) -> bool:
         """Never: a script that sets it to None goes on later."""
         return False
@@ -204,33 +275,31 @@ class CarriedTensor(HeldTensor):
     def get(self) -> torch.Tensor | None:
         """What is there."""
         known = self.attribute.form_now is not None
-        return pytree.tree_leaves(self.attribute.value)[self.index] if known else None
+        leaves = pytree.tree_leaves(self.attribute.value) if known else ()
+        return leaves[self.index] if self.index < len(leaves) else None
 
     def put(self, value: torch.Tensor) -> None:
         """Puts another tensor there, whatever there is."""
-        is_known = self.attribute.form_now is not None
-        leaves = (
-            pytree.tree_leaves(self.attribute.value) if is_known else self.attribute.form.zeros()
-        )
-        leaves[self.index] = value
-        self.attribute.give(leaves)
+        self.attribute.put(self.index, value)
 
 
 class CarriedError(BaseException):
     """A step gives attributes of modules tensors, which are to be carried.
 
-    It passes what catches the errors of users' code.
+    It passes what catches the errors of users' code. Attributes had tensors of the form `found`.
     """
 
-    def __init__(self, found: Sequence[tuple[nn.Module, str, Form]]):
-        super().__init__(", ".join(name for _, name, _ in found))
-        self._found = found
+    def __init__(
+        self, left: Sequence[tuple[nn.Module, str, Form]], found: Form | None = None
+    ) -> None:
+        super().__init__(", ".join(name for _, name, _ in left))
+        self._left, self._found = left, found
 
     def carry(self) -> None:
         """Has the attributes carried from here on."""
-        for module, name, form in self._found:
+        for module, name, form in self._left:
             carried = vars(module).setdefault(_CARRIED, {}).setdefault(name, Carried(module, name))
-            carried.take_form(form)
+            carried.take_form(form, self._found)
 
 
 def carry_written(model: nn.Module, written: Sequence[torch.Tensor]) -> None:
@@ -266,23 +335,33 @@ def is_cache(attributes: Mapping[str, Any], name: str) -> bool:
     return name in attributes.get(_CARRIED, ()) and name not in carried_of(attributes)
 
 
-def end_caches(model: nn.Module, is_same: Callable[[str], bool]) -> None:
-    """Carries attributes no more that the step just captured gives what is the same in every call.
+def settle(
+    model: nn.Module, is_used: Callable[[str], bool], is_same: Callable[[str], bool]
+) -> None:
+    """Looks at what a step just captured does with attributes that are carried.
 
-    Tables for positions, say. Every stage that reads one computes its own.
+    What it gives the same in every call is carried no more: tables for positions, say. Every stage
+    that reads one computes its own.
 
     Args:
         model: that the step uses.
-        is_same: says that of a buffer by its name in the model.
+        is_used: says whether the step computes with a buffer, by its name in the model.
+        is_same: says whether it gives one the same in every call.
 
     Raises:
-        CarriedError: there are some. The step is to be captured again.
+        CarriedError: there are such. The step is to be captured again.
+        CaptureError: it computes with tensors that it exchanges for others of another form.
     """
     found = False
     for path, module in model.named_modules():
+
+        def named(key: str, path: str = path) -> str:
+            return f"{path}.{key}" if path else key
+
         for carried in carried_of(vars(module)).values():
-            keys = (f"{path}.{place.key}".lstrip(".") for place in carried.tensors())
-            if carried.is_written and not carried.is_carrying and all(map(is_same, keys)):
+            carried.check_unused(lambda key: is_used(named(key)))
+            is_first = carried.is_written and not carried.is_carrying
+            if is_first and all(is_same(named(place.key)) for place in carried.tensors()):
                 carried.is_cache = found = True
     if found:
         raise CarriedError([])

@@ -27,6 +27,11 @@ class HeldTensor:
     key: str
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """All names as buffers of the module."""
+        return (self.key,)
+
+    @property
     def table(self) -> dict[str, Any]:
         """Where it is."""
         return self.module._buffers  # pyright: ignore[reportPrivateUsage]

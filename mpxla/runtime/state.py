@@ -99,7 +99,7 @@ class ModelState:
         owned = self._owned()
         for path, owner in self.module.named_modules():
             for held in held_tensors(owner):
-                names[_joined(path, held.key)] = owned[held.place]
+                names |= {_joined(path, key): owned[held.place] for key in held.keys}
         return names
 
     @property

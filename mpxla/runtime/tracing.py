@@ -30,7 +30,7 @@ from mpxla.graph.capture_sources import (
     iterators_refused,
     random_numbers_noted,
 )
-from mpxla.graph.carried import end_caches
+from mpxla.graph.carried import settle
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
@@ -187,7 +187,9 @@ class Tracing:
                     signature.answers,
                     counting.left,
                 )
-                end_caches(model, lambda name: step.follows_from_itself(names[name]))
+                used = {role.name for node, role in step.roles.items() if node.users}
+                is_same = step.follows_from_itself
+                settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))
                 return step
             except NewAttributesError as error:
                 for found in error.attributes:

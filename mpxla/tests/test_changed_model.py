@@ -1,6 +1,5 @@
 """What a captured step would ignore is noticed: the model's own changes between and in steps."""
 
-import copy
 import re
 from argparse import Namespace
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.errors import CaptureError
 from mpxla.tests.clients import logged
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import refused
@@ -187,58 +185,6 @@ def test_counters_of_forward_count_every_microbatch():
     assert first == second == 6
     assert not [line for line in lines if line.startswith("WARNING")]
     assert sum("compiled" in line for line in lines) == 1
-
-
-class Carrying(nn.Module):
-    """Carries a tensor from call to call in an attribute, or fills a cache."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.linear, self.kind, self.hidden = nn.Linear(4, 4), kind, None
-        if kind == "there":
-            self.hidden = torch.zeros(4)
-
-    def forward(self, x):
-        y = self.linear(x)
-        if self.kind == "missing":
-            self.state = (self.state if hasattr(self, "state") else 0.0) + y.detach()
-            return y + self.state
-        if self.kind == "cache":
-            if self.hidden is None:
-                self.hidden = torch.arange(4.0).cos()
-            return y * self.hidden
-        if self.kind == "for others":
-            self.hidden = y
-            return self.hidden * 2
-        self.hidden = y.detach() if self.hidden is None else (self.hidden + y).detach()
-        return y + self.hidden
-
-
-def carry(kinds):
-    smp.init({"microbatches": 2})
-    x, found = torch.ones(4, 4), {}
-    for kind in kinds:
-        raw = Carrying(kind)
-        expected = copy.deepcopy(raw)(x).detach()
-        evaluated = smp.step(lambda model, x: model(x))
-        model = smp.DistributedModel(raw)
-        try:
-            results = [evaluated(model, x).concat().cpu() for _ in range(2)]
-        except CaptureError as error:
-            found[kind] = str(error)
-        else:
-            found[kind] = all(torch.allclose(result, expected) for result in results)
-    return found
-
-
-def test_tensors_carried_in_attributes_are_refused():
-    (found,) = run_ranks(carry, 1, ["empty", "there", "missing", "cache", "for others"])
-    assert found.pop("cache") is found.pop("for others") is True
-    for kind, text in found.items():
-        name = "state" if kind == "missing" else "hidden"
-        assert f"{name}, and gives it a tensor at " in text
-        assert "which the next microbatch or step would read" in text
-        assert "register_buffer" in text
 
 
 # Values that a step function reads outside of its arguments and of the model.
