@@ -112,10 +112,7 @@ def _multinomial(
     key: jax.Array, weights: jax.Array, count: int, replacement: bool = False
 ) -> jax.Array:
     """Indices [..., count] of rows [..., C]."""
+    shape = (count, *weights.shape[:-1])
     logits = jnp.log(weights)
-    if replacement:
-        shape = (count, *weights.shape[:-1])
-        return jnp.moveaxis(jax.random.categorical(key, logits, -1, shape=shape), 0, -1)
-    # The greatest of perturbed logits are a sample without replacement.
-    race = logits + jax.random.gumbel(key, weights.shape, logits.dtype)
-    return jax.lax.top_k(race, count)[1]
+    drawn = jax.random.categorical(key, logits, shape=shape, replace=replacement)
+    return jnp.moveaxis(drawn, 0, -1)

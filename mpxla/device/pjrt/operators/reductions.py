@@ -77,12 +77,7 @@ implements("min")(jnp.min)
 
 def _arg(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def call(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
-        if not x.ndim:
-            return jnp.zeros((), np.int64)
-        if dim is None:
-            found = function(x.reshape(-1))
-            return found.reshape((1,) * x.ndim) if keepdim else found
-        return function(x, dim, keepdims=keepdim)
+        return function(x, dim, keepdims=keepdim) if x.ndim else jnp.zeros((), np.int64)
 
     return call
 
