@@ -39,7 +39,13 @@ from mpxla.runtime.state import ModelState
 from mpxla.stage.accumulation import accumulator_spec
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["ParameterStore", "exchange_gradients", "release", "set_gradients"]
+__all__ = ["ParameterStore", "exchange_gradients", "release", "set_gradients", "set_values"]
+
+
+def set_values(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Exchanges memory and type of parameters; they stay the same objects."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data = value
 
 
 def _is_rounded(saved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

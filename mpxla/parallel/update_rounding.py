@@ -19,7 +19,7 @@ from mpxla.parallel.stochastic_rounding import (
     origin_of_state,
     rounded_values,
 )
-from mpxla.parallel.store import set_gradients
+from mpxla.parallel.store import set_gradients, set_values
 from mpxla.parallel.update_state import dtypes_of_start
 
 __all__ = ["UpdateRounding"]
@@ -29,7 +29,7 @@ def _convert(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Exchanges a parameter's memory and type; torch wants its gradient to have the same type."""
     gradient = parameter.grad
     set_gradients([parameter], [None])
-    parameter.data = value
+    set_values([parameter], [value])
     set_gradients([parameter], [None if gradient is None else gradient.to(value.dtype)])
 
 
