@@ -9,6 +9,7 @@ what executables take and give as opaque.
     choice.py       which backend a process uses
     cpu_world.py    devices of CPU processes that reach each other, for both backends; relay.py
     fused.py        stage programs with collectives inside, for both
+    messages.py     what the small programs of the `xla` transport compute, for both
     torch_xla/      PyTorch/XLA
     pjrt/           any plugin of jax's
 """

@@ -1,4 +1,4 @@
-"""What a backend without a device's runtime answers: nothing pends, and nobody else is reached."""
+"""What a backend answers where nothing pends, nothing is counted, and nobody else is reached."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["Alone"]
 
 
 class Alone:
-    """A part of `Backend`, for backends whose values are always there, on the host."""
+    """A part of `Backend`: that of one whose values are always there, on the host."""
 
     machine = "host"
 

@@ -21,10 +21,9 @@ from mpxla.errors import ConfigError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
-from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import as_traced
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, annotate, split_graph
-from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["EagerBackend", "EagerExecutable"]
@@ -142,13 +141,11 @@ class EagerBackend(TensorBuffers, Alone):
             return EagerExecutable(name, graph)
         annotate(graph.graph, inputs, graph)
         plan = split_graph(graph.graph, _kind_of, graph)
-        runners = [
-            CollectiveRunner(name, piece, groups or {}, self.view, self.put)
-            if isinstance(piece, CollectivePiece)
-            else EagerExecutable(name, piece.module)
-            for piece in plan.pieces
-        ]
-        return PiecewiseExecutable(name, plan, runners, self.view, self.put)
+
+        def compile_piece(title: str, number: int, piece: Piece) -> EagerExecutable:
+            return EagerExecutable(name, piece.module)
+
+        return in_pieces(name, plan, compile_piece, groups or {}, self.view, self.put)
 
     def put(self, tensors: Sequence[torch.Tensor], owned: bool = False) -> list[torch.Tensor]:
         """Copies where the caller may change what it gave."""

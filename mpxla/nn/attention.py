@@ -180,15 +180,23 @@ class DistributedAttentionLayer(_Block):
         return -slopes[:, None, None] * distances
 
 
+def check_tuple(layer: str, inputs: Sequence[Any], names: str) -> None:
+    """Checks that a layer was called with one tuple of what `names` lists.
+
+    Raises:
+        ConfigError: it was not.
+    """
+    is_tensor = isinstance(inputs, torch.Tensor)
+    if is_tensor or len(inputs) != len(names.split(", ")):
+        given = "a tensor" if is_tensor else f"{len(inputs)} values"
+        raise ConfigError(f"{layer} got {given}; call it with one tuple ({names}).")
+
+
 def _unpacked(
     inputs: Sequence[Any], is_cross: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    if isinstance(inputs, torch.Tensor) or len(inputs) != 2 + is_cross:
-        given = "a tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} values"
-        names = "hidden_states, cross_states, mask" if is_cross else "hidden_states, attention_mask"
-        raise ConfigError(
-            f"DistributedAttentionLayer got {given}; call it with one tuple ({names})."
-        )
+    names = "hidden_states, cross_states, mask" if is_cross else "hidden_states, attention_mask"
+    check_tuple("DistributedAttentionLayer", inputs, names)
     hidden, *rest = inputs
     return hidden, rest[0] if is_cross else None, rest[-1]
 

@@ -82,8 +82,8 @@ def share_statistics(module: nn.Module, replicas: Sequence[int]) -> None:
         vars(layer)["num_replicas"] = len(replicas)
 
 
-def refuse_with_shared_statistics(what: str, module: nn.Module) -> None:
-    """Checks that replicas need not run together, before a call `what` in which they do not.
+def refuse_with_shared_statistics(module: nn.Module) -> None:
+    """Checks that replicas need not run together, before `model.join()`, in which they do not.
 
     Raises:
         ConfigError: a layer waits for the statistics of all of them.
@@ -92,6 +92,7 @@ def refuse_with_shared_statistics(what: str, module: nn.Module) -> None:
     found = next((name for name, layer in layers if layer.num_replicas > 1), None)
     if found is not None:
         raise ConfigError(
-            f"{what} does not go with the SyncBatchNorm {found}, which waits for the statistics of "
-            f"all replicas. Give all replicas the same number of batches, or use a BatchNorm."
+            f"model.join() does not go with the SyncBatchNorm {found}, which waits for the "
+            f"statistics of all replicas. Give all replicas the same number of batches, or use a "
+            f"BatchNorm."
         )

@@ -17,6 +17,7 @@ from mpxla.errors import ConfigError
 from mpxla.nn.attention import (
     DistributedAttentionLayer,
     DistributedTransformerOutputLayer,
+    check_tuple,
     dropped,
     initialize,
 )
@@ -329,12 +330,7 @@ class DistributedTransformerLMHead(DistributedModule):
     def _checked(self, inputs: Sequence[Any]) -> Sequence[Any]:
         names = "words, attention_mask, token_type_ids, position_ids, "
         names += "cross_states, cross_mask, labels" if self.is_cross else "labels"
-        count = len(names.split(", "))
-        if isinstance(inputs, torch.Tensor) or len(inputs) != count:
-            given = "a tensor" if isinstance(inputs, torch.Tensor) else f"{len(inputs)} values"
-            raise ConfigError(
-                f"DistributedTransformerLMHead got {given}; call it with one tuple ({names})."
-            )
+        check_tuple("DistributedTransformerLMHead", inputs, names)
         if inputs[-1] is not None and self.lm_head is None:
             raise ConfigError(
                 "DistributedTransformerLMHead got labels and has no head; build it with "

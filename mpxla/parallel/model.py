@@ -553,7 +553,7 @@ class DistributedModel(PartitionedModule):
             ConfigError: with `shard_optimizer_state`, a comm hook or a SyncBatchNorm.
         """
         refuse_with_divided_gradients("model.join()", self._state)
-        refuse_with_shared_statistics("model.join()", self.module)
+        refuse_with_shared_statistics(self.module)
         if self._session.topology.rdp_size == 1:
             yield
             return

@@ -138,13 +138,13 @@ class Dataflow:
                 found += [Kind(stage, op) for op in ops]
         return found
 
-    def sends(self) -> list[Kind]:
-        """Sending ends of the transfers of one microbatch: the edges that cross ranks."""
+    def sends(self) -> list[tuple[int, Op, int]]:
+        """(stage, what it sends, peer) for each microbatch: the edges that cross ranks."""
         backward = self.backward_edges if self.training else frozenset[Edge]()
         edges = [(Op.SEND_FORWARD, edge) for edge in sorted(self.forward_edges)]
         edges += [(Op.SEND_BACKWARD, edge) for edge in sorted(backward)]
         return [
-            Kind(source, op, target)
+            (source, op, target)
             for op, (source, target) in edges
             if self.placement[source] != self.placement[target]
         ]

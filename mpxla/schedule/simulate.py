@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mpxla.errors import ScheduleError
-from mpxla.schedule.action import OTHER_END, Action, Op
+from mpxla.schedule.action import OTHER_END, Action, Op, peer_of
 from mpxla.schedule.copies import has_copies, offloads_done
 from mpxla.schedule.dataflow import Dataflow, Edge, Kind
 from mpxla.schedule.grid import Cell, format_failure
@@ -129,7 +129,6 @@ def _durations(costs: Costs, flow: Dataflow) -> _Durations:
         result |= {(stage, op, None): cost for stage, cost in enumerate(per_stage)}
     transfer = costs.transfer
     for stage, op, peer in flow.sends():
-        assert peer is not None, "a send has a peer"
         is_mapping = isinstance(transfer, Mapping)
         cost = transfer.get((stage, peer), 0.0) if is_mapping else transfer
         result[stage, op, peer] = result[peer, OTHER_END[op], stage] = cost
@@ -303,8 +302,7 @@ class _BufferedRun(_Run):
         for rank, actions in enumerate(self.schedule):
             for action in actions:
                 if action.op in _SENDS:
-                    assert action.peer is not None, "a send has a peer"
-                    stream = (rank, self.placement[action.peer], action.op)
+                    stream = (rank, self.placement[peer_of(action)], action.op)
                     sent.setdefault(stream, []).append(action)
         streams = {stream: iter(actions) for stream, actions in sent.items()}
         for rank, actions in enumerate(self.schedule):

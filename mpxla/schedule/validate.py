@@ -86,7 +86,6 @@ def _rules(flow: Dataflow, num_ranks: int, copying: Collection[int]) -> list[_Ru
             for read in flow.reads(kind.op, kind.stage)
         )
     for stage, op, peer in flow.sends():
-        assert peer is not None, "a send has a peer"
         produced = Kind(stage, flow.producer(op, stage))
         rules[placement[stage]][Kind(stage, op, peer)] = (produced,)
         rules[placement[peer]][Kind(peer, OTHER_END[op], stage)] = ()

@@ -24,7 +24,7 @@ from mpxla.log import warn_once
 from mpxla.stage.pieces import HostPiece
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["HostRunner", "as_traced"]
+__all__ = ["HostRunner", "as_traced", "has_kernel"]
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -45,6 +45,12 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     _aten._unsafe_view.default: _aten.reshape.default,
     _aten._ctc_loss.Tensor: _ctc_loss,
 }
+
+
+def has_kernel(operator: object) -> bool:
+    """Whether PyTorch can run an operator on the processor."""
+    known = torch._C._dispatch_has_computed_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
+    return isinstance(operator, OpOverload) and known(operator.name(), "CPU")
 
 
 class HostRunner:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from mpxla.comm.transport import Groups
+from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
-from mpxla.stage.pieces import PieceList
+from mpxla.stage.pieces import CollectivePiece, HostPiece, Piece, PieceList
 
-__all__ = ["PiecewiseExecutable"]
+__all__ = ["PiecewiseExecutable", "in_pieces"]
 
 
 class PiecewiseExecutable:
@@ -64,6 +66,38 @@ class PiecewiseExecutable:
         if isinstance(runner, HostRunner):
             return number
         return self._put([torch.tensor(number, dtype=torch.int64)])[0]
+
+
+def in_pieces(
+    name: str,
+    plan: PieceList,
+    compile_piece: Callable[[str, int, Piece], Any],
+    groups: Groups,
+    view: Callable[[Any], torch.Tensor],
+    put: Callable[[Sequence[torch.Tensor]], list[Any]],
+    put_own: Callable[[Sequence[torch.Tensor]], list[Any]] | None = None,
+) -> PiecewiseExecutable:
+    """A program whose pieces all have what runs them.
+
+    Args:
+        name: for messages.
+        plan: the pieces.
+        compile_piece: title, number of a compute piece and the piece -> its executable.
+        groups: those that collectives name.
+        view: see `HostRunner`.
+        put: likewise.
+        put_own: the same of tensors that nobody else has; None: `put`.
+    """
+    runners: list[Any] = []
+    for number, piece in enumerate(plan.pieces):
+        title = f"{name}, piece {number + 1} of {len(plan.pieces)}"
+        if isinstance(piece, CollectivePiece):
+            runners.append(CollectiveRunner(title, piece, groups, view, put_own or put))
+        elif isinstance(piece, HostPiece):
+            runners.append(HostRunner(title, piece, view, put))
+        else:
+            runners.append(compile_piece(title, number, piece))
+    return PiecewiseExecutable(name, plan, runners, view, put)
 
 
 def _seeds(first: Any, view: Callable[[Any], torch.Tensor]) -> Iterator[int]:

@@ -33,7 +33,7 @@ LAYERS = (
     ("device.backend", "device.alone"),
     ("stage", "planning"),
     ("device.relay",),
-    ("device.cpu_world", "device.fused", "device.convolution", "device.views"),
+    ("device.cpu_world", "device.fused", "device.convolution", "device.messages", "device.views"),
     ("device.torch_xla", "device.pjrt", "device.eager"),
     ("device.choice", "device"),
     ("connection",),

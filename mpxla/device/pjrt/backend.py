@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from mpxla.comm.host import HostTransport
-from mpxla.comm.transport import Groups, Transport
+from mpxla.comm.transport import Groups
 from mpxla.comm.xla_queue import Runner
+from mpxla.device.alone import Alone
 from mpxla.device.backend import Lowering
 from mpxla.device.fused import FusedExecutable, fuse
 from mpxla.device.pjrt.arrays import (
@@ -48,8 +48,7 @@ from mpxla.graph.fingerprint import described
 from mpxla.graph.stepgraph import describe
 from mpxla.kept import Kept, kind_of_processor
 from mpxla.log import get_logger
-from mpxla.stage.collective import CollectiveRunner
-from mpxla.stage.host import HostRunner
+from mpxla.stage.host import has_kernel
 from mpxla.stage.pieces import (
     CollectivePiece,
     ComputePiece,
@@ -58,7 +57,7 @@ from mpxla.stage.pieces import (
     annotate,
     split_graph,
 )
-from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PjrtBackend"]
@@ -76,13 +75,12 @@ _NUM_ZEROS = 64
 """Programs that make zeros for the gradients of a stage, of which there are few."""
 
 
-class PjrtBackend:
+class PjrtBackend(Alone):
     """Compiles and runs programs by jax.
 
     Args:
-        platform: jax's name of the platform, `cpu` or `cuda` for instance; None: jax's choice.
-        device_index: which of the platform's devices on this machine; None: on accelerators the
-            one of the process's local rank, or the only one that it sees.
+        platform: jax's name of the platform, `cpu` or `cuda` for instance; None: jax's choice. Of
+            accelerators it is the one of the process's local rank, or the only one that it sees.
         key_kind: jax's name of the random generator; None: what the plugin wants.
 
     Raises:
@@ -93,13 +91,8 @@ class PjrtBackend:
     has_doubles = True
     donates = True
 
-    def __init__(
-        self,
-        platform: str | None = None,
-        device_index: int | None = None,
-        key_kind: str | None = None,
-    ):
-        self._device = _find_device(platform, device_index)
+    def __init__(self, platform: str | None = None, key_kind: str | None = None):
+        self._device = _find_device(platform)
         self.is_host = self._device.platform == "cpu"
         is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
         index = self._device.local_hardware_id or 0
@@ -112,7 +105,6 @@ class PjrtBackend:
         self._started: collections.deque[weakref.ref[jax.Array]] = collections.deque(
             maxlen=_NUM_WATCHED
         )
-        self._random_state = 0
         self._kept = Kept()
         self._zeros_program = functools.lru_cache(_NUM_ZEROS)(self._compile_zeros)
 
@@ -165,13 +157,13 @@ class PjrtBackend:
         if fused is not None:
             return fused
         plan = split_graph(graph.graph, functools.partial(_kind_of, name), graph)
-        runners = [
-            self._runner_of(f"{name}, piece {i} of {len(plan.pieces)}", piece, taken, groups or {})
-            for i, (piece, taken) in enumerate(
-                zip(plan.pieces, plan.donated(donated), strict=True), 1
-            )
-        ]
-        return PiecewiseExecutable(name, plan, runners, self.view, self.put)
+        taken = plan.donated(donated)
+
+        def compile_piece(title: str, number: int, piece: Piece) -> Any:
+            return self._compile(title, piece.module, piece.input_specs, taken[number])
+
+        put_own = functools.partial(self.put, owned=True)
+        return in_pieces(name, plan, compile_piece, groups or {}, self.view, self.put, put_own)
 
     def _fused(
         self, name: str, module: fx.GraphModule, inputs: Sequence[TensorSpec], groups: Groups
@@ -207,16 +199,6 @@ class PjrtBackend:
         device = self._device
         key = program_key(device, "zeros", described(specs)) if self._kept else None
         return self._kept.recall(key, compile_, write_program, lambda v: read_program(v, device))
-
-    def _runner_of(
-        self, name: str, piece: Piece, donated: Collection[int], groups: Groups
-    ) -> PjrtExecutable | SparingExecutable | HostRunner | CollectiveRunner:
-        if isinstance(piece, HostPiece):
-            return HostRunner(name, piece, self.view, self.put)
-        if isinstance(piece, CollectivePiece):
-            put = functools.partial(self.put, owned=True)
-            return CollectiveRunner(name, piece, groups, self.view, put)
-        return self._compile(name, piece.module, piece.input_specs, donated)
 
     def put(self, tensors: Sequence[Any], owned: bool = False) -> list[jax.Array]:
         """Host tensors as arrays, with memory of their own if others have them; arrays stay."""
@@ -315,9 +297,6 @@ class PjrtBackend:
         """Whether a value is an array, or a tensor of the device's own memory."""
         return isinstance(tensor, jax.Array) or tensor.device == self.device
 
-    def flush(self) -> None:
-        """Nothing waits to be started."""
-
     def wait(self) -> None:
         """Waits until everything that was started has ended."""
         while self._started:
@@ -326,21 +305,9 @@ class PjrtBackend:
                 with explained(_WAITED, self._device):
                     array.block_until_ready()
 
-    def random_state(self) -> int:
-        """State of the device's own generator, which no program draws from."""
-        return self._random_state
-
-    def set_random_state(self, state: int) -> None:
-        """Takes note of a state, for `random_state`."""
-        self._random_state = state
-
     def memory_counters(self) -> dict[str, int] | None:
         """Bytes that the device counts (`bytes_used`, `bytes_limit`, ...); None if it does not."""
         return counters(self._device)
-
-    def reaches(self, world_size: int) -> bool:
-        """Programs of the process's own device do not reach the devices of others."""
-        return world_size == 1
 
     def open_runner(self, host: HostTransport, address: str) -> Runner:
         """Executes programs between CPU processes, on devices beside this one."""
@@ -351,17 +318,11 @@ class PjrtBackend:
             )
         return WorldRunner(host, address)
 
-    def tell_rank(self, rank: int, is_joined: Callable[[], bool]) -> Callable[[], None]:
+    def tell_rank(self, *_: Any) -> Callable[[], None]:
         """Libraries take the rank from the launcher's variables then."""
         return _without_torch_xla()
 
-    def join_world(
-        self,
-        transport: Transport,
-        local_rank: int,
-        local_size: int,
-        has_reduced: Callable[[torch.optim.Optimizer], bool],
-    ) -> Callable[[], None]:
+    def join_world(self, *_: Any) -> Callable[[], None]:
         """Nothing to do for torch.distributed, which knows the users' tensors."""
         return _without_torch_xla()
 
@@ -387,8 +348,7 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
         return CollectivePiece
     if is_known(node.target):
         return ComputePiece
-    name = node.target.name() if isinstance(node.target, OpOverload) else ""
-    if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):  # pyright: ignore[reportPrivateUsage]
+    if not has_kernel(node.target):
         raise LoweringError(
             f"{program}: {describe(node)} can run neither on the device nor on the host: it has "
             f"no jax function, PyTorch does not write it with other operators, and has no kernel "
@@ -413,7 +373,7 @@ def _warn_of_the_processor(device: Device) -> None:
         )
 
 
-def _find_device(platform: str | None, index: int | None) -> Device:
+def _find_device(platform: str | None) -> Device:
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     try:
@@ -431,10 +391,9 @@ def _find_device(platform: str | None, index: int | None) -> Device:
             f"device: jax has no platform {wanted!r} on this machine{reason}. {remedy}, or choose "
             f"another device (JAX_PLATFORMS)."
         ) from error
-    if index is None:
-        # Launchers may show each process one device, its own or one that several share.
-        is_only = devices[0].platform == "cpu" or len(devices) == 1
-        index = 0 if is_only else read_environment().local_rank
+    # Launchers may show each process one device, its own or one that several share.
+    is_only = devices[0].platform == "cpu" or len(devices) == 1
+    index = 0 if is_only else read_environment().local_rank
     if index >= len(devices):
         raise MpxlaError(
             f"device: this process would use {devices[0].platform} device {index} of its machine, "

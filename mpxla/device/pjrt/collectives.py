@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpxla.comm.mesh import Mesh
 from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.device.cpu_world import CpuWorld
+from mpxla.device.messages import results_of
 from mpxla.device.pjrt.arrays import host_view, import_tensor, shared_tensors
 from mpxla.device.pjrt.compiling import compile_lowered
 from mpxla.device.pjrt.dtypes import jax_dtype
@@ -53,42 +54,17 @@ COLLECTIVES: Mapping[Any, Callable[..., jax.Array]] = {
 """Functional collective -> what is in a program for it: (mesh, value, options) -> value."""
 
 
-def _wired(value: jax.Array) -> jax.Array:
-    return value.astype(np.uint8) if value.dtype == np.bool_ else value
-
-
-def _transfer(program: Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Values of one dtype travel as one; both ends keep those of the sender."""
-    by_dtype: dict[np.dtype, list[int]] = {}
-    wired = [_wired(value) for value in inputs]
-    for index, value in enumerate(wired):
-        by_dtype.setdefault(value.dtype, []).append(index)
-    outputs = list(inputs)
-    for indices in by_dtype.values():
-        flat = jnp.concatenate([wired[index].reshape(-1) for index in indices])
-        sent, end = jax.lax.all_gather(flat, _RANK)[program.slot], 0
-        for index in indices:
-            value = inputs[index]
-            start, end = end, end + value.size
-            outputs[index] = sent[start:end].reshape(value.shape).astype(value.dtype)
-    return outputs
-
-
 def _computed(program: _Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
     """What a rank gives, of what it takes."""
     if isinstance(program, GraphProgram):
         return as_function(program.name, program.module)(None, inputs)
-    if program.op == "transfer":
-        return _transfer(program, inputs)
-    (value,) = inputs
-    wired = _wired(value)
-    if program.op == "all_reduce":
-        result = jax.lax.psum(wired, _RANK)
-    elif program.op == "all_gather":
-        result = jax.lax.all_gather(wired, _RANK)
-    else:
-        result = jax.lax.psum_scatter(wired, _RANK, scatter_dimension=0)
-    return [result.astype(value.dtype)]
+    return results_of(
+        program,
+        inputs,
+        COLLECTIVES,
+        lambda value, dtype: value.astype(jax_dtype(dtype)),
+        jnp.concatenate,
+    )
 
 
 def _traced(program: _Program, mesh: Any) -> Any:

@@ -52,6 +52,7 @@ _NOT_CORE = (
     *(_aten.grid_sampler_2d, _aten._fused_dropout, _aten.native_dropout, _aten.upsample_bicubic2d),
     *(_aten.dist, _aten.narrow_copy, _aten.rrelu_with_noise_backward, _aten.unbind_copy),
     *(_aten.linalg_vector_norm, _aten._native_batch_norm_legit, _aten.new_empty_strided),
+    *(_aten.cauchy, _aten.geometric, _aten.log_normal),
 )
 _WRITTEN_LATE = (
     *("gelu", "gelu_backward", "relu", "silu", "silu_backward", "elu", "leaky_relu", "hardtanh"),

@@ -16,7 +16,7 @@ order of their calls, as they do on an accelerator.
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -24,7 +24,6 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from torch import fx
-from torch._ops import OpOverload
 
 from mpxla.comm.transport import Groups
 from mpxla.device.fused import FusedExecutable, fuse
@@ -35,8 +34,7 @@ from mpxla.errors import LoweringError
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, place
-from mpxla.stage.collective import CollectiveRunner
-from mpxla.stage.host import HostRunner
+from mpxla.stage.host import has_kernel
 from mpxla.stage.pieces import (
     CollectivePiece,
     ComputePiece,
@@ -45,7 +43,7 @@ from mpxla.stage.pieces import (
     annotate,
     split_graph,
 )
-from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Executable", "compile_graph", "num_compilations"]
@@ -222,17 +220,15 @@ def _compile_in_pieces(
         fused = fuse(name, graph, module, inputs, groups, COLLECTIVES, put)
         if fused is not None:
             return fused
+
+    def compile_piece(title: str, number: int, piece: Piece) -> Executable:
+        checked = _Checked(piece.module, piece.output_specs)
+        return _compile_whole(title, checked, piece.input_specs, device)
+
     while True:
         try:
             plan = split_graph(graph, _kind_of, module)
-            runners: list[Any] = []
-            for i, piece in enumerate(plan.pieces):
-                title = f"{name}, piece {i + 1} of {len(plan.pieces)}"
-                if isinstance(piece, CollectivePiece):
-                    runners.append(CollectiveRunner(title, piece, groups, host_view, put))
-                else:
-                    runners.append(_runner_of(title, piece, device))
-            return PiecewiseExecutable(name, plan, runners, host_view, put)
+            return in_pieces(name, plan, compile_piece, groups, host_view, put)
         except Exception as error:  # torch_xla raises anything
             _recover()
             if not _learn(graph, device):
@@ -244,8 +240,7 @@ def _kind_of(node: fx.Node) -> type[Piece]:
         return CollectivePiece
     if not needs_host(node) and not _is_complex(node):
         return ComputePiece
-    name = cast(OpOverload, node.target).name()
-    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):  # pyright: ignore[reportPrivateUsage]
+    if not has_kernel(node.target):
         raise LoweringError(
             f"{describe(node)} can run neither on the XLA device nor on the host: PyTorch has no "
             f"kernel of it for the CPU. Write it with other operators, or register a kernel."
@@ -257,13 +252,6 @@ def _is_complex(node: fx.Node) -> bool:
     """Complex numbers stay where they were made: torch_xla 2.9 gives `abs` of them as complex."""
     values = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
     return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
-
-
-def _runner_of(name: str, piece: Piece, device: torch.device) -> Executable | HostRunner:
-    if isinstance(piece, HostPiece):
-        return HostRunner(name, piece, host_view, functools.partial(to_device, device=device))
-    module = _Checked(piece.module, piece.output_specs)
-    return _compile_whole(name, module, piece.input_specs, device)
 
 
 class _Checked(torch.nn.Module):

@@ -25,10 +25,9 @@ from mpxla.graph.vocabulary import divide_losses
 from mpxla.nn.distribute import distribute, exchange_registered, set_tensor_parallelism
 from mpxla.nn.shards import Shard
 from mpxla.runtime.state import ModelState
-from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, PieceList, annotate, split_graph
-from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.stage.piecewise import in_pieces
 from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.device.null import plain_lowering
 
@@ -125,16 +124,9 @@ def execute(
     name: str, plan: PieceList, group: Members, arguments: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Runs a program, with one seed for all ranks; every rank does."""
-    groups = {TENSOR_GROUP: group}
-    runners = [
-        CollectiveRunner(name, piece, groups, torch.Tensor.detach, list)
-        if isinstance(piece, CollectivePiece)
-        else _Eager(piece.module)
-        for piece in plan.pieces
-    ]
-    return PiecewiseExecutable(name, plan, runners, torch.Tensor.detach, list)(
-        arguments, torch.tensor(7)
-    )
+    groups, view = {TENSOR_GROUP: group}, torch.Tensor.detach
+    program = in_pieces(name, plan, lambda _, __, piece: _Eager(piece.module), groups, view, list)
+    return program(arguments, torch.tensor(7))
 
 
 def train_once(

@@ -46,9 +46,6 @@ def _subtract(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
     return a - b
 
 
-implements("rsub.Scalar", "rsub.Tensor")(lambda left, right, alpha=1: _subtract(right, left, alpha))
-
-
 @implements("mul.Tensor", "mul.Scalar")
 def _multiply(left: Any, right: Any) -> jax.Array:
     a, b = promote(left, right, wide=True)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpxla.device.pjrt.dtypes import cast, promote, result_type
+from mpxla.device.pjrt.dtypes import cast, promote
 from mpxla.device.pjrt.table import implements
 
 _COMPARISONS: dict[str, Callable[..., jax.Array]] = {
@@ -49,6 +49,5 @@ implements("equal")(jnp.array_equal)
 def _isin(
     elements: Any, found: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> jax.Array:
-    dtype = result_type(elements, found)
-    values, tests = cast(elements, dtype), cast(found, dtype).reshape(-1)
-    return jnp.any(values[..., None] == tests, -1) != invert
+    values, tests = promote(elements, found)
+    return jnp.isin(values, tests, invert=invert)

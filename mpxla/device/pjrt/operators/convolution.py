@@ -88,11 +88,5 @@ def _convolution_backward(
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
     settings = (stride, padding, dilation, transposed, output_padding, groups)
-    of_x = of_weight = of_bias = None
-    if output_mask[0]:
-        (of_x,) = jax.vjp(lambda v: _convolve(v, weight, *settings), x)[1](gradient)
-    if output_mask[1]:
-        (of_weight,) = jax.vjp(lambda v: _convolve(x, v, *settings), weight)[1](gradient)
-    if output_mask[2]:
-        of_bias = jnp.sum(gradient, (0, *range(2, gradient.ndim)))
-    return of_x, of_weight, of_bias
+    of_x, of_weight = jax.vjp(lambda x, w: _convolve(x, w, *settings), x, weight)[1](gradient)
+    return of_x, of_weight, jnp.sum(gradient, (0, *range(2, gradient.ndim)))

@@ -120,13 +120,9 @@ def _lu_solve(
 ) -> jax.Array:
     if not left:
         return _adjoint(_lu_solve(factors, pivots, _adjoint(right), adjoint=not adjoint))
-    permutation, lower, upper = _lu_unpack(factors, pivots)
-    if adjoint:
-        half = _solve_triangular(_adjoint(upper), right, upper=False)
-        return permutation @ _solve_triangular(_adjoint(lower), half, upper=True)
-    turned = jnp.swapaxes(permutation, -1, -2) @ right
-    half = _solve_triangular(lower, turned, upper=False, unitriangular=True)
-    return _solve_triangular(upper, half, upper=True)
+    batch = np.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
+    right = jnp.broadcast_to(right, (*batch, *right.shape[-2:]))  # else jax may see vectors
+    return jax.scipy.linalg.lu_solve((factors, pivots - 1), right, 2 if adjoint else 0)
 
 
 @implements("_linalg_slogdet")

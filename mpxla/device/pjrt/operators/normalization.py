@@ -63,14 +63,8 @@ def _layer_norm_backward(
     wide = widened(gradient)
     normalized = (widened(x) - mean) * scale
     of_normalized = wide if weight is None else wide * weight
-    of_x = of_weight = of_bias = None
-    if output_mask[0]:
-        of_x = _centered(of_normalized, normalized, inner) * scale
-    if output_mask[1]:
-        of_weight = jnp.sum(wide * normalized, outer)
-    if output_mask[2]:
-        of_bias = jnp.sum(wide, outer)
-    return of_x, of_weight, of_bias
+    of_x = _centered(of_normalized, normalized, inner) * scale
+    return of_x, jnp.sum(wide * normalized, outer), jnp.sum(wide, outer)
 
 
 @implements("native_group_norm")

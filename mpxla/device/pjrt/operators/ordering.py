@@ -12,14 +12,6 @@ from mpxla.device.pjrt.dtypes import cast
 from mpxla.device.pjrt.table import implements
 
 
-def _order(x: jax.Array, dim: int, descending: bool) -> jax.Array:
-    """Places of the sorted values; equal ones stay in order."""
-    if descending:  # from the end, so that a stable order is one backwards as well
-        found = jnp.argsort(jnp.flip(x, dim), axis=dim, stable=True)
-        return jnp.flip(x.shape[dim] - 1 - found, dim)
-    return jnp.argsort(x, axis=dim, stable=True)
-
-
 @implements("sort", "sort.stable")
 def sort(
     x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None
@@ -27,7 +19,7 @@ def sort(
     """Sorted values and their places; stable in any case."""
     if not x.ndim:
         return x, jnp.zeros((), np.int64)
-    order = _order(x, dim, descending)
+    order = jnp.argsort(x, dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, dim), order
 
 

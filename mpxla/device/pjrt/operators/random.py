@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from mpxla.device.pjrt.dtypes import compute_dtype, dtype_or, shape_and_dtype, widened
+from mpxla.device.pjrt.dtypes import compute_dtype, dtype_or, shape_and_dtype
 from mpxla.device.pjrt.table import random
 
 Like = jax.Array | Sequence[int]
@@ -62,11 +62,6 @@ def _randperm(key: jax.Array, count: int, *, dtype: torch.dtype | None = None) -
     return jax.random.permutation(key, count).astype(dtype_or(dtype, np.dtype(np.int64)))
 
 
-@random("bernoulli")
-def _bernoulli(key: jax.Array, x: jax.Array) -> jax.Array:
-    return jax.random.bernoulli(key, widened(x)).astype(x.dtype)
-
-
 @random("bernoulli.p", "bernoulli.Tensor")
 def _bernoulli_like(key: jax.Array, x: jax.Array, p: Any = 0.5) -> jax.Array:
     return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
@@ -107,23 +102,6 @@ def _exponential(key: jax.Array, x: jax.Array, lambd: float = 1) -> jax.Array:
     return (drawn / lambd).astype(x.dtype)
 
 
-@random("cauchy")
-def _cauchy(key: jax.Array, x: jax.Array, median: float = 0, sigma: float = 1) -> jax.Array:
-    return median + sigma * jax.random.cauchy(key, x.shape, compute_dtype(x.dtype))
-
-
-@random("log_normal")
-def _log_normal(key: jax.Array, x: jax.Array, mean: float = 1, std: float = 2) -> jax.Array:
-    return jnp.exp(mean + std * _normal(key, x.shape, compute_dtype(x.dtype)))
-
-
-@random("geometric")
-def _geometric(key: jax.Array, x: jax.Array, p: float) -> jax.Array:
-    # log(u) / log(1 - p), rounded up, for u in (0, 1]
-    drawn = 1 - jax.random.uniform(key, x.shape, np.float32)
-    return jnp.maximum(jnp.ceil(jnp.log(drawn) / np.log1p(-p)), 1).astype(x.dtype)
-
-
 @random("poisson")
 def _poisson(key: jax.Array, rate: jax.Array) -> jax.Array:
     return jax.random.poisson(key, rate).astype(rate.dtype)
@@ -134,10 +112,7 @@ def _multinomial(
     key: jax.Array, weights: jax.Array, count: int, replacement: bool = False
 ) -> jax.Array:
     """Indices [..., count] of rows [..., C]."""
+    shape = (count, *weights.shape[:-1])
     logits = jnp.log(weights)
-    if replacement:
-        shape = (count, *weights.shape[:-1])
-        return jnp.moveaxis(jax.random.categorical(key, logits, -1, shape=shape), 0, -1)
-    # The greatest of perturbed logits are a sample without replacement.
-    race = logits + jax.random.gumbel(key, weights.shape, logits.dtype)
-    return jax.lax.top_k(race, count)[1]
+    drawn = jax.random.categorical(key, logits, shape=shape, replace=replacement)
+    return jnp.moveaxis(drawn, 0, -1)

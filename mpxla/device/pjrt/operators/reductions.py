@@ -19,9 +19,9 @@ from mpxla.device.pjrt.table import implements
 Dims = int | Sequence[int] | None
 
 
-def axes_of(dims: Dims, rank: int, empty_is_all: bool = True) -> tuple[int, ...]:
-    """Dimensions as jax wants them; None, and an empty list unless told otherwise, is all."""
-    if dims is None or (empty_is_all and not isinstance(dims, int) and not len(dims)):
+def axes_of(dims: Dims, rank: int) -> tuple[int, ...]:
+    """Dimensions as jax wants them; None, and an empty list, is all."""
+    if dims is None or (not isinstance(dims, int) and not len(dims)):
         return tuple(range(rank))
     chosen = [dims] if isinstance(dims, int) else dims
     return tuple(d % rank for d in chosen) if rank else ()
@@ -77,12 +77,7 @@ implements("min")(jnp.min)
 
 def _arg(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def call(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
-        if not x.ndim:
-            return jnp.zeros((), np.int64)
-        if dim is None:
-            found = function(x.reshape(-1))
-            return found.reshape((1,) * x.ndim) if keepdim else found
-        return function(x, dim, keepdims=keepdim)
+        return function(x, dim, keepdims=keepdim) if x.ndim else jnp.zeros((), np.int64)
 
     return call
 
@@ -115,14 +110,7 @@ def _variance(
     return total / max(count - correction, 0.0), mean if keepdim else jnp.squeeze(mean, axes)
 
 
-@implements("std_mean.correction")
-def _deviation(x: jax.Array, *dims: Dims, **options: Any) -> tuple[jax.Array, jax.Array]:
-    variance, mean = _variance(x, *dims, **options)
-    return jnp.sqrt(variance), mean
-
-
 implements("var.correction")(lambda x, *dims, **options: _variance(x, *dims, **options)[0])
-implements("std.correction")(lambda x, *dims, **options: _deviation(x, *dims, **options)[0])
 
 
 def _running(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -1,9 +1,5 @@
 """How torch_xla traces the programs of the `xla` transport (`mpxla/comm/xla_programs.py`).
 
-A transfer moves all tensors of one message, those of one dtype as one flat operand. There is no
-collective-permute, because Neuron has only circular ones, and no broadcast, which it does not have.
-Bools travel as uint8. (neuronx-distributed, pipeline/comm.py.)
-
 This file must not know what executes the programs.
 """
 
@@ -17,6 +13,7 @@ import torch_xla.core.xla_model as xm
 
 from mpxla.comm.mesh import Mesh
 from mpxla.comm.xla_programs import GraphProgram, Program
+from mpxla.device.messages import results_of
 from mpxla.device.torch_xla.tensors import to_device
 
 __all__ = ["COLLECTIVES", "Traced", "trace"]
@@ -61,24 +58,10 @@ def trace(program: Program | GraphProgram) -> Traced:
             if isinstance(program, GraphProgram):
                 outputs = list(program.module(*inputs))
             else:
-                outputs = _BUILDERS[program.op](program, inputs)
+                outputs = results_of(program, inputs, COLLECTIVES, torch.Tensor.to, torch.cat)
         finally:
             _xla._set_all_reduce_token(str(device), None)
     return Traced(inputs, outputs)
-
-
-def _all_reduce(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    (value,) = inputs
-    return [_unwired(_reduce_in_graph(program.mesh, _wired(value), "sum"), value.dtype)]
-
-
-def _all_gather(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    (value,) = inputs
-    return [_unwired(_gathered(program, _wired(value)), value.dtype)]
-
-
-def _reduce_scatter(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [_scatter_in_graph(program.mesh, inputs[0], "sum", len(program.mesh.groups[0]))]
 
 
 def _reduce_in_graph(mesh: Mesh, value: torch.Tensor, operation: str) -> torch.Tensor:
@@ -110,40 +93,3 @@ COLLECTIVES: Mapping[Any, Callable[..., torch.Tensor]] = {
     _c10d.wait_tensor.default: lambda mesh, value: value,
 }
 """Functional collective -> what is traced for it: (mesh, value, options) -> value."""
-
-
-def _transfer(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    wired = [_wired(value) for value in inputs]
-    for index, value in enumerate(wired):
-        by_dtype.setdefault(value.dtype, []).append(index)
-    outputs: list[torch.Tensor] = list(inputs)
-    for indices in by_dtype.values():
-        flat = torch.cat([wired[index].reshape(-1) for index in indices])
-        sent = _gathered(program, flat)[program.slot]
-        end = 0
-        for index in indices:
-            value = inputs[index]
-            start, end = end, end + value.numel()
-            outputs[index] = _unwired(sent[start:end].reshape(value.shape), value.dtype)
-    return outputs
-
-
-def _gathered(program: Program, value: torch.Tensor) -> torch.Tensor:
-    return _gather_in_graph(program.mesh, value.unsqueeze(0), len(program.mesh.groups[0]))
-
-
-def _wired(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.uint8) if value.dtype is torch.bool else value
-
-
-def _unwired(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.to(torch.bool) if dtype is torch.bool else value
-
-
-_BUILDERS: dict[str, Callable[[Program, list[torch.Tensor]], list[torch.Tensor]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "transfer": _transfer,
-}

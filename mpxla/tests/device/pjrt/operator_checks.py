@@ -118,8 +118,8 @@ def differences(calls: Sequence[Call]) -> list[str]:
     return found
 
 
-def run(call: Call, arrays: Sequence[jax.Array]) -> list[Any]:
-    """What a program of one operator gives for the tensors of a call."""
+def run(call: Call, arrays: Sequence[jax.Array], key: jax.Array | None = None) -> list[Any]:
+    """What a program of one operator gives for the tensors of a call; a random one takes a key."""
     graph = fx.Graph()
 
     def placed(tensor: torch.Tensor) -> fx.Node:
@@ -131,6 +131,6 @@ def run(call: Call, arrays: Sequence[jax.Array]) -> list[Any]:
     node = graph.call_function(call.operator, args, keywords)
     node.meta["val"] = call.expected
     graph.output([node])
-    found = as_function(call.source, fx.GraphModule(torch.nn.Module(), graph))(None, arrays)
+    found = as_function(call.source, fx.GraphModule(torch.nn.Module(), graph))(key, arrays)
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(call.expected), strict=True)
     return [value for value, wanted in pairs if isinstance(wanted, torch.Tensor)]
