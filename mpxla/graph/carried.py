@@ -30,6 +30,7 @@ __all__ = [
     "CarriedError",
     "CarriedTensor",
     "Form",
+    "FormError",
     "carried_of",
     "carry_written",
     "forget_carried",
@@ -144,7 +145,7 @@ class Carried:
         """Has it given tensors of this form from here on, where it has those that were found.
 
         Raises:
-            CaptureError: there are too many forms.
+            FormError: there are too many forms.
         """
         self._forms.add(form)
         self._turns[found] = form
@@ -190,7 +191,7 @@ class Carried:
 
         Raises:
             CarriedError: tensors of another form than those that were to be there.
-            CaptureError: it has taken tensors away.
+            FormError: it has taken tensors away.
         """
         value = self.value
         form = form_of(value)
@@ -229,7 +230,7 @@ class Carried:
         """Checks that a step does not compute with tensors in whose place it leaves larger ones.
 
         Raises:
-            CaptureError: it does.
+            FormError: it does.
         """
         if self.is_turning and any(is_used(place.key) for place in self.tensors()):
             raise self._problem(self._wanted(self._found))
@@ -240,8 +241,8 @@ class Carried:
     def _give(self, leaves: Sequence[torch.Tensor], form: Form) -> None:
         vars(self.module)[self.name] = pytree.tree_unflatten(leaves, form.spec)
 
-    def _problem(self, left: Form | None) -> CaptureError:
-        return CaptureError(
+    def _problem(self, left: Form | None) -> "FormError":
+        return FormError(
             f"The step function computes with the attribute {self.name} of a "
             f"{type(self.module).__name__}, where it finds {self._found or _NONE}, and "
             f"leaves {left or _NONE} there. Programs are compiled for one shape: keep it, "
@@ -281,6 +282,10 @@ class CarriedTensor(HeldTensor):
     def put(self, value: torch.Tensor) -> None:
         """Puts another tensor there, whatever there is."""
         self.attribute.put(self.index, value)
+
+
+class FormError(CaptureError):
+    """A step computes with tensors in an attribute, and leaves others of another form there."""
 
 
 class CarriedError(BaseException):
@@ -350,7 +355,7 @@ def settle(
 
     Raises:
         CarriedError: there are such. The step is to be captured again.
-        CaptureError: it computes with tensors that it exchanges for others of another form.
+        FormError: it computes with tensors that it exchanges for others of another form.
     """
     found = False
     for path, module in model.named_modules():

@@ -40,7 +40,7 @@ from mpxla.graph.capture_attributes import (
     note_content,
     refusal,
 )
-from mpxla.graph.carried import CarriedError
+from mpxla.graph.carried import CarriedError, FormError
 from mpxla.graph.container_state import (
     changed_entries,
     has_no_others,
@@ -359,6 +359,8 @@ class PythonState:
         """Reads of flags by which the step goes another way the next time, and counts."""
         try:
             second = capture()
+        except FormError:
+            raise
         except Exception as error:  # it finds no tensors where it has put them
             raise _CacheError from error
         try:
