@@ -68,8 +68,7 @@ class AttributeLog:
         texts: in the code that may read them, as for `plain`.
         first: values at the first read, by table's id and attribute.
         written: the user's line of the first write, and the value of the last one, of tensors
-            whether they are constants. Export puts the value back that was there before (torch
-            2.13), or leaves it (2.9).
+            whether they are constants.
         inherited: reads of attributes of classes.
         before: values at the first write.
         containers: lists and dictionaries that were read, which the step may fill.

@@ -244,6 +244,7 @@ def traceable(
         _numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
         _quiet_export(),
+        _attributes_left(),
         _registration_hooks_kept(),
         user_lines_recorded(),
         torchs_recurrences(),
@@ -420,8 +421,7 @@ def parameter_attributes_written(
 def _quiet_export() -> Generator[None]:
     """Keeps torch from logging a page of graph for an error that `explain` puts in one line.
 
-    And from warning of what it does itself (torch 2.13), and of recurrent layers, which list their
-    weights a second time.
+    And from warning of what it does itself (torch 2.13).
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
@@ -429,14 +429,23 @@ def _quiet_export() -> Generator[None]:
         logger.setLevel(logging.CRITICAL)
     # What it writes of an error to standard error.
     with warnings.catch_warnings(), exchanged(torch_exporter, print=lambda *_, **__: None):
-        listed = r"The tensor attributes? (self\.[\w.]*_flat_weights\[\d+\](, )?)+ w\w+ assigned"
-        warnings.filterwarnings("ignore", listed)
         warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\)", FutureWarning)
         try:
             yield
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def _attributes_left() -> AbstractContextManager[None]:
+    """Plain attributes stay as the function leaves them.
+
+    Torch 2.13 puts back what was there before, so that nobody saw what a step leaves in them, and
+    all versions warn of tensors, which `attributes_kept` looks after.
+    """
+    return exchanged(
+        torch_exporter, _detect_attribute_assignment=lambda *_: contextlib.nullcontext()
+    )
 
 
 def _registration_hooks_kept() -> AbstractContextManager[None]:

@@ -215,7 +215,6 @@ class Remembering(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attributes")
 def test_tensors_kept_by_a_module_are_gone_after_a_capture():
     model = nn.Sequential(Remembering())
     for _ in range(2):
@@ -223,10 +222,8 @@ def test_tensors_kept_by_a_module_are_gone_after_a_capture():
     assert model[0].hidden is None
     assert model[0].seen == []
     assert not hasattr(model[0], "last")
-    assert model[0].count in (2, 0)  # torch 2.13 puts plain attributes back
-    # torch 2.13 puts back what was there before, too.
-    known = {"last"} if model[0].count == 0 else {"last", "seen", "hidden"}
-    assert {name for _, name in step.gone} == known
+    assert model[0].count == 2
+    assert {name for _, name in step.gone} == {"last", "seen", "hidden"}
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
