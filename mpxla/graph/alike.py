@@ -36,7 +36,8 @@ def lines_of(step: StepGraph) -> list[str]:
         numbers[node] = len(numbers)
         if node.op == "call_function":
             nodes.append(f"{describe(node)} of {_arguments(node, numbers)}")
-    return [*nodes, *constants]
+    flags = [f"requires_grad of {name} becomes {f.value}" for name, f in step.flags.items()]
+    return [*nodes, *constants, *flags]
 
 
 def _arguments(node: fx.Node, numbers: dict[fx.Node, int]) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import keyword
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,13 +31,14 @@ from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
+from mpxla.graph.capture_flags import Flags
 from mpxla.graph.capture_functions import (
     CAPTURED_FUNCTIONS,
     cumulative_batch_norms,
     nested_tensors_refused,
     without_generator,
 )
-from mpxla.graph.capture_hooks import FREEZES, attributes_kept, refuse_gradients
+from mpxla.graph.capture_hooks import attributes_kept, refuse_gradients
 from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
@@ -76,18 +77,22 @@ class StepSemantics(TorchFunctionMode):
     """
 
     def __init__(
-        self, counts: Counts, tape: Tape | None = None, answers: Answers | None = None
+        self,
+        counts: Counts,
+        flags: Flags,
+        tape: Tape | None = None,
+        answers: Answers | None = None,
     ) -> None:
         super().__init__()
-        self._counts = counts
+        self._counts, self._flags = counts, flags
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape, answers)
-        self.writes = HiddenWrites(self.constants.call)
+        self.writes = HiddenWrites(self.constants.call, flags)
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
-        self._gradients = Gradients()
+        self._gradients = Gradients(flags)
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,7 +121,7 @@ class StepSemantics(TorchFunctionMode):
             )
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
-        refuse_gradients(func, args)
+        refuse_gradients(func)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
             with self:
@@ -127,8 +132,17 @@ class StepSemantics(TorchFunctionMode):
         if has_sparse(func, args, kwargs):
             with self:
                 return run_sparse(func, args, kwargs)
-        if func in FREEZES and all([*args[1:], *kwargs.values()]):
-            self._gradients.becomes_leaf(args[0])
+        if func == _GET_FLAG and args[0] in self._flags and self._flags.is_frozen(args[0]):
+            return False
+        if func in _SET_FLAG:
+            value = bool([*args[1:], *kwargs.values(), True][0])
+            if args[0] in self._flags:
+                self._flags.put(args[0], value)
+                return args[0]
+            if value:
+                self._gradients.becomes_leaf(args[0])
+            elif type(args[0]) is nn.Parameter and args[0].requires_grad:
+                raise _foreign_parameter(args[0], "freezes")
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (args, kwargs))
         args, kwargs = pytree.tree_map(self._to_host, (args, kwargs))
@@ -200,15 +214,21 @@ def _memory(value: torch.Tensor) -> Any:
 def _refuse_foreign_parameter(value: Any) -> None:
     """The model's own parameters are fake while a step is captured; these are real."""
     if type(value) is nn.Parameter and value.requires_grad:
-        raise CaptureError(
-            f"The step function uses a trainable parameter of shape {list(value.shape)} that is "
-            f"not read from the model given to DistributedModel{at_user_line()}. Make it a "
-            f"parameter of that model and read it there; or use it under torch.no_grad() if it "
-            f"is constant."
-        )
+        raise _foreign_parameter(value, "uses")
+
+
+def _foreign_parameter(value: nn.Parameter, use: str) -> CaptureError:
+    return CaptureError(
+        f"The step function {use} a trainable parameter of shape {list(value.shape)} that is "
+        f"not read from the model given to DistributedModel{at_user_line()}. Make it a "
+        f"parameter of that model and read it there; or, if it is constant, freeze it before the "
+        f"step call (requires_grad_(False)), or use it under torch.no_grad()."
+    )
 
 
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_flag: Any = torch.Tensor.requires_grad
+_GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _CONTROL_FLOW = {
     "cond": "Compute both branches and choose with torch.where.",
@@ -228,11 +248,16 @@ def _device_of_name(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def traceable(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
-    """What export needs to trace a step of a model; gives the attributes of parameters."""
+def traceable(
+    model: nn.Module, fake_mode: FakeTensorMode, trained: Collection[str]
+) -> Generator[list[Attribute]]:
+    """What export needs to trace a step of a model; gives the attributes of parameters.
+
+    Stand-ins require gradients for the parameters that are `trained`, by any names.
+    """
     with (
         attributes_kept(model),
-        _fake_state(model, fake_mode) as attributes,
+        _fake_state(model, fake_mode, trained) as attributes,
         host_autocast(),
         _numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
@@ -273,7 +298,9 @@ def _numbers_explained() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
+def _fake_state(
+    model: nn.Module, fake_mode: FakeTensorMode, trained: Collection[str]
+) -> Generator[list[Attribute]]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
     Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
@@ -285,6 +312,8 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
         for table in (m._parameters, m._buffers)  # pyright: ignore[reportPrivateUsage]
     ]
     fakes: dict[int, torch.Tensor] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    require_grad = {id(parameter) for name, parameter in named if name in trained}
 
     def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -292,7 +321,7 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
         if id(tensor) not in fakes:
             made: Any = fake_tensor(fake_mode, tensor.shape, tensor.stride(), tensor.dtype)
             if isinstance(tensor, nn.Parameter):
-                made.requires_grad_(tensor.requires_grad)._is_param = True  # as `nn.Parameter` does
+                made.requires_grad_(id(tensor) in require_grad)._is_param = True  # as nn.Parameter
             fakes[id(tensor)] = made
         return fakes[id(tensor)]
 
