@@ -66,6 +66,7 @@ __all__ = [
     "TensorLeaf",
     "capture_step",
     "current_recorder",
+    "with_thawed_if_needed",
     "with_values_if_needed",
 ]
 
@@ -127,6 +128,20 @@ def with_values_if_needed(
     with contextlib.suppress(ValueNeededError):
         return capture(Known(given, decide_sizes=False))
     return capture(Known(given, decide_sizes=True))
+
+
+def with_thawed_if_needed(capture: Callable[[frozenset[str]], T]) -> T:
+    """Captures a step, and once more if it unfreezes parameters.
+
+    Args:
+        capture: is given the names of those; may raise `ThawedError`.
+    """
+    thawed: frozenset[str] = frozenset()
+    while True:
+        try:
+            return capture(thawed)
+        except ThawedError as error:
+            thawed |= error.names
 
 
 @dataclass
@@ -388,6 +403,7 @@ def capture_step(
     kept: Kept | None = None,
     answers: tuple[int, ...] | None = None,
     left: Mapping[str, Any] | None = None,
+    thawed: frozenset[str] = frozenset(),
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -408,8 +424,10 @@ def capture_step(
             and the graph then is a question. None if it may not ask.
         left: has what the function leaves in numbers that it changes, when it has run; for a
             capture with `known` values.
+        thawed: parameters that are frozen, and that it trains after it has unfrozen them.
 
     Raises:
+        ThawedError: there are more of those, which are to be given.
         NewAttributesError: the function gives parameters attributes, which they are to have.
         ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
@@ -417,13 +435,7 @@ def capture_step(
             returns something that cannot be returned.
     """
     given = function, model, leaves, canonical_names, known, kept or Kept(), answers, left
-    thawed: frozenset[str] = frozenset()
-    while True:
-        try:
-            step = _captured(*given, thawed)
-            break
-        except ThawedError as error:
-            thawed |= error.names
+    step = _captured(*given, thawed)
     if step.is_question:
         return as_question(step)
     lines = {check.label for check in step.prints if check.check is Check.ROWS}
@@ -470,11 +482,7 @@ def _captured(
     thawed: frozenset[str] = frozenset(),
     none_at: str | None = None,
 ) -> StepGraph:
-    """See `capture_step`; where the step asks for rows at a line of the user's, there are none.
-
-    Raises:
-        ThawedError: it unfreezes parameters that are not given as `thawed`.
-    """
+    """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     counts = Counts(none_at)
     wrapper = _StepModule(model, function, known, counts, answers, left, thawed)

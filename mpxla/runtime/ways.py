@@ -90,9 +90,9 @@ def problem_of_flags(function: str, ways: Sequence[Plan]) -> str | None:
         if lost := other - {name for name, flag in flags.items() if flag.is_early}:
             return (
                 f"{function}: microbatch {number} begins with other requires_grad of parameters "
-                f"than the call ({min(lost)}), since the step function leaves them changed. Set "
-                f"them at the begin or the end of the step function, whatever they were, or "
-                f"between step calls; or call it with one microbatch."
+                f"than the call ({min(lost)}), since the step function leaves them changed. Let "
+                f"it set them before it uses the parameters, in every microbatch, or set them back "
+                f"at its end; or change them between step calls."
             )
         other -= flags.keys()
         other |= {name for name, flag in flags.items() if flag.is_other}

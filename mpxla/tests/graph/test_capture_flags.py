@@ -13,8 +13,15 @@ import torch.utils.checkpoint
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph import capture
+from mpxla.graph.capture import (
+    TensorLeaf,
+    capture_step,
+    current_recorder,
+    with_thawed_if_needed,
+)
 from mpxla.graph.stepgraph import LeftFlag, OutputKind
+from mpxla.kept import open_kept
 from mpxla.runtime.state import ModelState
 from mpxla.runtime.ways import problem_of_flags
 from mpxla.tests.graph.test_capture import outputs_of
@@ -259,11 +266,14 @@ def built(case):
     return build(), function, (torch.randn(4, 6), torch.randn(4, 6))
 
 
-def captured(model, function):
+def captured(model, function, kept=None):
     def run(leaves):
         function(model, *leaves, current_recorder().backward)
 
-    return capture_step(run, model, LEAVES, ModelState(model).canonical_names)
+    names = ModelState(model).canonical_names
+    return with_thawed_if_needed(
+        lambda thawed: capture_step(run, model, LEAVES, names, kept=kept, thawed=thawed)
+    )
 
 
 def flags_of(model):
@@ -372,3 +382,19 @@ def test_microbatches_begin_with_the_flags_that_others_have_left():
         "step: microbatch 1 begins .*critic.3", problem_of_flags("step", [thawing] * 2)
     )
     assert re.search("microbatch 2 begins", problem_of_flags("step", [last, first, layer]))
+
+
+def test_what_an_earlier_start_has_kept_is_for_the_same_flags(tmp_path, monkeypatch):
+    def generator_only(model, x, real, backward):
+        backward(-model.critic(model.forger(x)).mean())
+
+    def trained(function):
+        step = captured(Gan(), function, open_kept(str(tmp_path), "cpu-1"))
+        return {role.name for node, role in step.roles.items() if node.meta["val"].requires_grad}
+
+    functions = generator_only, before_the_backward, between_use_and_backward
+    first = [trained(function) for function in functions]
+    monkeypatch.setattr(capture, "functionalize", None)
+    assert [trained(function) for function in functions] == first
+    assert len(first[0]) == len(first[2]) == 10
+    assert first[1] == {name for name in first[0] if name.startswith("forger")}
