@@ -66,7 +66,6 @@ __all__ = [
     "TensorLeaf",
     "capture_step",
     "current_recorder",
-    "with_thawed_if_needed",
     "with_values_if_needed",
 ]
 
@@ -128,20 +127,6 @@ def with_values_if_needed(
     with contextlib.suppress(ValueNeededError):
         return capture(Known(given, decide_sizes=False))
     return capture(Known(given, decide_sizes=True))
-
-
-def with_thawed_if_needed(capture: Callable[[frozenset[str]], T]) -> T:
-    """Captures a step, and once more if it unfreezes parameters.
-
-    Args:
-        capture: is given the names of those; may raise `ThawedError`.
-    """
-    thawed: frozenset[str] = frozenset()
-    while True:
-        try:
-            return capture(thawed)
-        except ThawedError as error:
-            thawed |= error.names
 
 
 @dataclass
@@ -269,6 +254,8 @@ class _StepModule(nn.Module):
         thawed: frozenset[str] = frozenset(),
     ):
         super().__init__()
+        real = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._real = lambda: real
         self._left = lambda: left or {}  # no dictionary: export compares what modules hold
         self.model = model
         self._counts = counts
@@ -292,7 +279,7 @@ class _StepModule(nn.Module):
         known = self._known
         tape = None if known is None else Tape()
         answers = Answers(self._answers)
-        flags = Flags(self.model, self._thawed)
+        flags = Flags(self.model, self._thawed, self._real())
         self.returned.thawed = flags.thawed
         semantics = StepSemantics(self._counts, flags, tape, answers)
         contents = semantics.writes.contents

@@ -9,8 +9,8 @@ at when the function has run.
 This module must not know how the step is captured.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,7 +21,9 @@ from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import LeftFlag
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["Flags", "ThawedError"]
+__all__ = ["Flags", "ThawedError", "with_thawed_if_needed"]
+
+T = TypeVar("T")
 
 
 class ThawedError(Exception):
@@ -32,20 +34,37 @@ class ThawedError(Exception):
         self.names = frozenset(names)
 
 
+def with_thawed_if_needed(capture: Callable[[frozenset[str]], T]) -> T:
+    """Captures a step, and once more if it unfreezes parameters.
+
+    Args:
+        capture: is given the names of those; may raise `ThawedError`.
+    """
+    thawed: frozenset[str] = frozenset()
+    while True:
+        try:
+            return capture(thawed)
+        except ThawedError as error:
+            thawed |= error.names
+
+
 class Flags:
     """Of the parameters of a model, while its step function runs.
 
     Args:
         model: has stand-ins for parameters, which require gradients if the step trains them.
         thawed: names of those that are frozen when it begins nevertheless.
+        real: identity of every parameter of the model itself -> its name.
 
     Attributes:
         thawed: names of others that the function has unfrozen, and whose earlier uses are not
             known to be without a gradient.
     """
 
-    def __init__(self, model: nn.Module, thawed: Collection[str] = ()):
+    def __init__(self, model: nn.Module, thawed: Collection[str], real: Mapping[int, str]):
         named = [*model.named_parameters()]
+        known = dict(named)
+        self._stand_ins = {key: known[name] for key, name in real.items()}
         self._parameters = {id(parameter): (name, parameter) for name, parameter in named}
         self._frozen = {id(parameter) for name, parameter in named if name in thawed}
         self._began = {id(p): p.requires_grad and name not in thawed for name, p in named}
@@ -56,8 +75,12 @@ class Flags:
         self._backwards: list[tuple[Sequence[torch.Tensor], frozenset[int], str]] = []
         self.thawed: set[str] = set()
 
-    def __contains__(self, tensor: Any) -> bool:
-        return id(tensor) in self._parameters
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The stand-in of a parameter of the model; None for another tensor.
+
+        Scripts hold parameters themselves: in lists, or in `optimizer.param_groups`.
+        """
+        return tensor if id(tensor) in self._parameters else self._stand_ins.get(id(tensor))
 
     def put(self, parameter: torch.Tensor, value: bool) -> None:
         """`parameter.requires_grad = value`."""

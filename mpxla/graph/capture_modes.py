@@ -132,17 +132,17 @@ class StepSemantics(TorchFunctionMode):
         if has_sparse(func, args, kwargs):
             with self:
                 return run_sparse(func, args, kwargs)
-        if func == _GET_FLAG and args[0] in self._flags and self._flags.is_frozen(args[0]):
-            return False
+        if func == _GET_FLAG and (own := self._flags.of(args[0])) is not None:
+            return own.requires_grad and not self._flags.is_frozen(own)
         if func in _SET_FLAG:
             value = bool([*args[1:], *kwargs.values(), True][0])
-            if args[0] in self._flags:
-                self._flags.put(args[0], value)
+            if (own := self._flags.of(args[0])) is not None:
+                self._flags.put(own, value)
                 return args[0]
+            if type(args[0]) is nn.Parameter and args[0].requires_grad != value:
+                raise _foreign_parameter(args[0], "changes requires_grad of a parameter")
             if value:
                 self._gradients.becomes_leaf(args[0])
-            elif type(args[0]) is nn.Parameter and args[0].requires_grad:
-                raise _foreign_parameter(args[0], "freezes")
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (args, kwargs))
         args, kwargs = pytree.tree_map(self._to_host, (args, kwargs))
@@ -214,15 +214,15 @@ def _memory(value: torch.Tensor) -> Any:
 def _refuse_foreign_parameter(value: Any) -> None:
     """The model's own parameters are fake while a step is captured; these are real."""
     if type(value) is nn.Parameter and value.requires_grad:
-        raise _foreign_parameter(value, "uses")
+        raise _foreign_parameter(value, "uses a trainable parameter")
 
 
 def _foreign_parameter(value: nn.Parameter, use: str) -> CaptureError:
     return CaptureError(
-        f"The step function {use} a trainable parameter of shape {list(value.shape)} that is "
-        f"not read from the model given to DistributedModel{at_user_line()}. Make it a "
-        f"parameter of that model and read it there; or, if it is constant, freeze it before the "
-        f"step call (requires_grad_(False)), or use it under torch.no_grad()."
+        f"The step function {use} of shape {list(value.shape)} that is not read from the model "
+        f"given to DistributedModel{at_user_line()}. Make it a parameter of that model and read it "
+        f"there; or, if it is constant, freeze it before the step call, or use it under "
+        f"torch.no_grad()."
     )
 
 

@@ -209,6 +209,11 @@ class StepGraph:
         return {role.name: role.index for role in results if role.name}
 
     @property
+    def lines_of_flags(self) -> list[str]:
+        """Lines that are equal on two ranks if their steps leave the same flags."""
+        return [f"requires_grad of {n} becomes {flag.value}" for n, flag in self.flags.items()]
+
+    @property
     def placeholders(self) -> list[fx.Node]:
         """Placeholder nodes, in the order of `inputs`."""
         return self.graph.find_nodes(op="placeholder")

@@ -81,6 +81,33 @@ def test_flags_that_matter_to_the_next_microbatch_are_refused(way):
         assert "second.weight" in text or "second.bias" in text
 
 
+def others_on_one_rank():
+    import mpxla as smp
+
+    smp.init({"microbatches": 1, "pipeline_parallel_degree": 2})
+    torch.manual_seed(1)
+    g = smp.DistributedModel(Generator())
+    own = [*g.parameters()][smp.rank() :]
+
+    @smp.step
+    def step(z):
+        for parameter in own:
+            parameter.requires_grad_(False)
+        for parameter in own:
+            parameter.requires_grad_(True)
+        loss = g(z).square().mean()
+        g.backward(loss)
+
+    with pytest.raises(smp.MpxlaError) as error:
+        step(torch.randn(8, 4))
+    return str(error.value)
+
+
+def test_all_ranks_change_the_same_flags():
+    for text in run_ranks(others_on_one_rank, 2):
+        assert "captured another step" in text
+
+
 def judged(thaws, key):
     """Losses, norms and the critic's parameters on this rank.
 

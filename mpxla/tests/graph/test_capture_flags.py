@@ -14,12 +14,8 @@ from torch import nn
 
 from mpxla.errors import CaptureError
 from mpxla.graph import capture
-from mpxla.graph.capture import (
-    TensorLeaf,
-    capture_step,
-    current_recorder,
-    with_thawed_if_needed,
-)
+from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph.capture_flags import with_thawed_if_needed
 from mpxla.graph.stepgraph import LeftFlag, OutputKind
 from mpxla.kept import open_kept
 from mpxla.runtime.state import ModelState
@@ -347,7 +343,7 @@ HERE = r" at \S*test_capture_flags.py:\d+"
             thawed_before_the_region_runs_again,
             f"backward was called{HERE}.* checkpointed region .*Use use_reentrant=False",
         ),
-        (of_another_model, f"freezes a trainable parameter of shape .1, 6. .*{HERE}"),
+        (of_another_model, f"changes requires_grad of a parameter of shape .1, 6. .*{HERE}"),
     ],
 )
 def test_what_is_refused(function, text):
@@ -398,3 +394,24 @@ def test_what_an_earlier_start_has_kept_is_for_the_same_flags(tmp_path, monkeypa
     assert [trained(function) for function in functions] == first
     assert len(first[0]) == len(first[2]) == 10
     assert first[1] == {name for name in first[0] if name.startswith("forger")}
+
+
+def test_parameters_that_the_script_holds_are_those_of_the_model():
+    """As the ones of `optimizer.param_groups`, which have no stand-ins."""
+    model = frozen(Gan)()
+    held = [*model.critic.parameters()]
+    seen = []
+
+    def step(model, x, real, backward):
+        seen.append([p.requires_grad for p in held])
+        for parameter in held[:2]:
+            parameter.requires_grad = True
+        seen.append([p.requires_grad for p in held])
+        backward(model.critic(real).mean())
+
+    flags = captured(model, step).flags
+    assert {name: flag.value for name, flag in flags.items()} == {
+        "critic.0.weight": True, "critic.0.bias": True,
+    }  # fmt: skip
+    assert seen[-2:] == [[False] * 6, [True] * 2 + [False] * 4]
+    assert not any(parameter.requires_grad for parameter in held)
