@@ -323,9 +323,10 @@ class _StepModule(nn.Module):
                     recorder.prints += [(line, passed, check) for line, passed in found]
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
             self.returned.written = _names_of(contents.finish(state.values()), self.model)
+            self.returned.flags = flags.left()
         finally:
             _recorder = None
-        self.returned.flags = flags.left()
+            flags.release()
         self.returned.asked = tuple(answers.lines)
         self.returned.decisions = None if tape is None else tape.decisions()
         self.returned.semantics = semantics

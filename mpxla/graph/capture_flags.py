@@ -175,6 +175,11 @@ class Flags:
         """What the function has set, by the name of the parameter."""
         return {self._parameters[key][0]: flag for key, flag in self._left.items()}
 
+    def release(self) -> None:
+        """Lets go of tensors, and so of the graph of autograd, at the end."""
+        for held in (self._parameters, self._stand_ins, self._backwards, self._regions):
+            held.clear()
+
 
 def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
     """The graph by which autograd would differentiate."""

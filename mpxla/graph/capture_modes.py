@@ -140,7 +140,11 @@ class StepSemantics(TorchFunctionMode):
                 self._flags.put(own, value)
                 return args[0]
             if type(args[0]) is nn.Parameter and args[0].requires_grad != value:
-                raise _foreign_parameter(args[0], "changes requires_grad of a parameter")
+                raise CaptureError(
+                    f"The step function changes requires_grad of a parameter of shape "
+                    f"{list(args[0].shape)} that belongs to no DistributedModel{at_user_line()}. "
+                    f"Set it before the step call."
+                )
             if value:
                 self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
@@ -214,16 +218,12 @@ def _memory(value: torch.Tensor) -> Any:
 def _refuse_foreign_parameter(value: Any) -> None:
     """The model's own parameters are fake while a step is captured; these are real."""
     if type(value) is nn.Parameter and value.requires_grad:
-        raise _foreign_parameter(value, "uses a trainable parameter")
-
-
-def _foreign_parameter(value: nn.Parameter, use: str) -> CaptureError:
-    return CaptureError(
-        f"The step function {use} of shape {list(value.shape)} that is not read from the model "
-        f"given to DistributedModel{at_user_line()}. Make it a parameter of that model and read it "
-        f"there; or, if it is constant, freeze it before the step call, or use it under "
-        f"torch.no_grad()."
-    )
+        raise CaptureError(
+            f"The step function uses a trainable parameter of shape {list(value.shape)} that is "
+            f"not read from the model given to DistributedModel{at_user_line()}. Make it a "
+            f"parameter of that model and read it there; or use it under torch.no_grad() if it "
+            f"is constant."
+        )
 
 
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
