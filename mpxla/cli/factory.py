@@ -24,6 +24,7 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture import Known, capture_step, current_recorder, with_values_if_needed
+from mpxla.graph.capture_flags import with_thawed_if_needed
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph
@@ -122,7 +123,10 @@ def capture_factory(
     names = ModelState(model).canonical_names
 
     def attempt(known: Known | None) -> StepGraph:
-        return capture_step(run, model, signature.tensor_leaves, names, known)
+        leaves = signature.tensor_leaves
+        return with_thawed_if_needed(
+            lambda thawed: capture_step(run, model, leaves, names, known, thawed=thawed)
+        )
 
     return with_values_if_needed(attempt, lambda: tensors[0])
 

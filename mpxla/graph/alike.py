@@ -36,7 +36,7 @@ def lines_of(step: StepGraph) -> list[str]:
         numbers[node] = len(numbers)
         if node.op == "call_function":
             nodes.append(f"{describe(node)} of {_arguments(node, numbers)}")
-    return [*nodes, *constants]
+    return [*nodes, *constants, *step.lines_of_flags]
 
 
 def _arguments(node: fx.Node, numbers: dict[fx.Node, int]) -> str:

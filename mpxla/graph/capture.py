@@ -23,6 +23,7 @@ from mpxla.graph.answers import Answers, Undecided
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_counts import Counts
+from mpxla.graph.capture_flags import Flags, ThawedError
 from mpxla.graph.capture_hooks import (
     optimizers_refused,
     own_backwards_captured,
@@ -55,7 +56,7 @@ from mpxla.graph.number import is_number, numbers_in_math
 from mpxla.graph.questions import as_question
 from mpxla.graph.recorded import Recorded, Recording
 from mpxla.graph.sparse import refuse_sparse
-from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
+from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
 from mpxla.graph.tensor_places import Attribute, NewAttributesError
 from mpxla.graph.user_code import ValueNeededError, at_user_line, explain
 from mpxla.kept import Kept
@@ -141,13 +142,13 @@ class BackwardRecorder:
         recording: numbers that the step leaves in Python.
         is_known: says whether a tensor follows from inputs alone.
         is_constant: says whether it is the same in every call, while others are changing.
-        note_backward: called when `model.backward` is.
+        note_backward: called with the tensors when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
     """
 
     is_known: Callable[[torch.Tensor], bool]
     is_constant: Callable[..., bool]
-    note_backward: Callable[[], None]
+    note_backward: Callable[[Sequence[torch.Tensor]], None]
     is_trial: bool = False
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
@@ -170,8 +171,8 @@ class BackwardRecorder:
 
         A non-scalar `tensor` with gradient `g` contributes `sum(tensor * g)`.
         """
-        self.note_backward()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        self.note_backward(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
             grads = [grad_tensors] * len(tensors)
         else:
@@ -229,6 +230,9 @@ class _Returned:
     semantics: StepSemantics | None = None
     modules: list[nn.Module] = field(default_factory=list)
     written: frozenset[str] = frozenset()
+    flags: dict[str, LeftFlag] = field(default_factory=dict)
+    untrained: set[str] = field(default_factory=set)
+    thawed: set[str] = field(default_factory=set)
     new: list[Attribute] = field(default_factory=list)
     looking: list[tuple[str, Hook]] = field(default_factory=list)
     asked: tuple[str, ...] = ()
@@ -251,14 +255,18 @@ class _StepModule(nn.Module):
         counts: Counts,
         answers: tuple[int, ...] | None = None,
         left: Mapping[str, Any] | None = None,
+        thawed: frozenset[str] = frozenset(),
     ):
         super().__init__()
+        real = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._real = lambda: real
         self._left = lambda: left or {}  # no dictionary: export compares what modules hold
         self.model = model
         self._counts = counts
         self._function = function
         self._known = known
         self._answers = answers
+        self._thawed = thawed
         self.returned = _Returned()
         self.attributes: list[Attribute] = []
         self.hooks: dict[str, list[Hook]] = {}
@@ -275,7 +283,9 @@ class _StepModule(nn.Module):
         known = self._known
         tape = None if known is None else Tape()
         answers = Answers(self._answers)
-        semantics = StepSemantics(self._counts, tape, answers)
+        flags = Flags(self.model, self._thawed, self._real())
+        self.returned.thawed = flags.thawed
+        semantics = StepSemantics(self._counts, flags, tape, answers)
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
         _recorder = recorder = BackwardRecorder(
@@ -288,7 +298,7 @@ class _StepModule(nn.Module):
                 semantics,
                 self._counts.answering(semantics.constants.truth_of),
                 masks_decided(semantics.constants),
-                own_backwards_captured(contents.read),
+                own_backwards_captured(contents.read, flags.reentrant),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
                 module_hooks_captured(),
@@ -307,6 +317,7 @@ class _StepModule(nn.Module):
                     returned = self._function(leaves)
                 answers.check()
                 semantics.selected.check()
+                self.returned.untrained = flags.untrained()
                 if tape is not None:
                     semantics.constants.leave(self._left(), tape)
                 checks = {
@@ -318,8 +329,10 @@ class _StepModule(nn.Module):
                     recorder.prints += [(line, passed, check) for line, passed in found]
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
             self.returned.written = _names_of(contents.finish(state.values()), self.model)
+            self.returned.flags = flags.left()
         finally:
             _recorder = None
+            flags.release()
         self.returned.asked = tuple(answers.lines)
         self.returned.decisions = None if tape is None else tape.decisions()
         self.returned.semantics = semantics
@@ -384,6 +397,7 @@ def capture_step(
     kept: Kept | None = None,
     answers: tuple[int, ...] | None = None,
     left: Mapping[str, Any] | None = None,
+    thawed: frozenset[str] = frozenset(),
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -404,8 +418,10 @@ def capture_step(
             and the graph then is a question. None if it may not ask.
         left: has what the function leaves in numbers that it changes, when it has run; for a
             capture with `known` values.
+        thawed: parameters that are frozen, and that it trains after it has unfrozen them.
 
     Raises:
+        ThawedError: there are more of those, which are to be given.
         NewAttributesError: the function gives parameters attributes, which they are to have.
         ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
@@ -413,11 +429,13 @@ def capture_step(
             returns something that cannot be returned.
     """
     given = function, model, leaves, canonical_names, known, kept or Kept(), answers, left
-    step = _captured(*given)
+    step = _captured(*given, thawed)
     if step.is_question:
         return as_question(step)
     lines = {check.label for check in step.prints if check.check is Check.ROWS}
-    harmless = {line for line in lines if needs_no_rows(step, line, _captured(*given, line))}
+    harmless = {
+        line for line in lines if needs_no_rows(step, line, _captured(*given, thawed, line))
+    }
     if known is None and lines - harmless:
         raise ValueNeededError(
             f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
@@ -455,27 +473,32 @@ def _captured(
     kept: Kept,
     answers: tuple[int, ...] | None = None,
     left: Mapping[str, Any] | None = None,
+    thawed: frozenset[str] = frozenset(),
     none_at: str | None = None,
 ) -> StepGraph:
     """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     counts = Counts(none_at)
-    wrapper = _StepModule(model, function, known, counts, answers, left)
+    wrapper = _StepModule(model, function, known, counts, answers, left, thawed)
     returned = wrapper.returned
-    trained = _names_of([p for p in model.parameters() if p.requires_grad], model)
-    trainable = frozenset(canonical_names[name] for name in trained)
+    named = model.named_parameters()
+    trained = _names_of([p for name, p in named if p.requires_grad or name in thawed], model)
     wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
     gone: list[tuple[nn.Module, str]] = []
-    with traceable(model, fake_mode, gone) as wrapper.attributes, counts.supposed():
+    with traceable(model, fake_mode, trained, gone) as wrapper.attributes, counts.supposed():
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:
             traced = torch.export.export(wrapper, inputs, strict=False)
+            if returned.thawed:
+                raise ThawedError(returned.thawed)
             if returned.new:
                 raise NewAttributesError(returned.new)
             keep_gradient_barriers(traced.graph_module)
             checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
             written = frozenset(canonical_names[name] for name in returned.written)
+            untrained = {canonical_names[name] for name in returned.untrained}
+            trainable = frozenset(canonical_names[name] for name in trained) - untrained
             is_trial, num_objectives = none_at is not None, returned.num_objectives
             facts = canonical_names, trainable, written, num_objectives, checks, is_trial
 
@@ -485,14 +508,16 @@ def _captured(
                     return functional_step(program, *facts, fake_mode), constants_of(program)
 
             functional, constants = recall_step(kept, traced, facts, fake_mode, make)
-        except NewAttributesError:
+        except (NewAttributesError, ThawedError):
             raise
         except Exception as error:
-            is_final = known is not None and known.decide_sizes
             outside = []
             if returned.semantics is not None:
                 returned.semantics.writes.restore()
                 outside = returned.semantics.writes.outside
+            if returned.thawed:
+                raise ThawedError(returned.thawed) from error
+            is_final = known is not None and known.decide_sizes
             carry_written(model, [tensor for tensor, *_ in outside])
             explained = explain(error, is_final, [line for _, line, _ in outside])
             # Torch has sizes without values here that not all of its code expects, and the user's
@@ -524,6 +549,7 @@ def _captured(
         asked=returned.asked,
         gone=tuple(gone),
         is_question=returned.is_question,
+        flags={canonical_names[name]: flag for name, flag in returned.flags.items()},
     )
 
 

@@ -11,7 +11,7 @@ values results of the graph. Where a parameter is written to between its use and
 `later_values`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_flags import Flags
 from mpxla.graph.later_values import LATER
 from mpxla.graph.user_code import at_user_line
 
@@ -32,14 +33,17 @@ class Contents:
 
     Args:
         call: calls a function of torch with arguments and keyword arguments.
+        flags: of the model's parameters.
 
     Attributes:
         has_backward: whether the step has called backward.
+        origins: detached tensors -> what they share their memory with.
     """
 
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
+    def __init__(self, call: Callable[..., Any], flags: Flags):
+        self._call, self._flags = call, flags
         self.has_backward = False
+        self.origins: Any = WeakTensorKeyDictionary()
         self._data: Any = WeakTensorKeyDictionary()
         self._before: Any = WeakTensorKeyDictionary()
         self._times_given: Any = WeakTensorKeyDictionary()
@@ -53,6 +57,13 @@ class Contents:
     def data(self, tensor: torch.Tensor) -> torch.Tensor:
         """What has the memory of a tensor now, without its gradient if they were exchanged."""
         return self._data.get(tensor, tensor)
+
+    def detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor.detach()`."""
+        found = self._call(torch.Tensor.detach, (self.data(tensor),), {})
+        self.origins[found] = tensor
+        self.note_alias(found, tensor)
+        return found
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Before the values of a tensor are changed."""
@@ -96,6 +107,8 @@ class Contents:
         needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
         if not needs_gradient:
             return self._data.get(tensor, tensor)
+        if self._flags.is_frozen(tensor):
+            return self.detached(tensor)
         if tensor in self._data:
             before = self._before[tensor]
             value = self._data[tensor].detach() + (before - before.detach())
@@ -118,9 +131,13 @@ class Contents:
     def _version(self, tensor: torch.Tensor) -> tuple[int, int]:
         return self._times_given.get(tensor, 0), self.data(tensor)._version
 
-    def note_backward(self) -> None:
-        """Remembers what derivatives read of parameters that were written to since their use."""
+    def note_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Before a backward from some tensors.
+
+        Remembers what derivatives read of parameters that were written to since their use.
+        """
         self.has_backward = True
+        self._flags.note_backward(tensors)
         for tensor in self._data:
             reads, now = self._reads.get(tensor, ()), self._version(tensor)
             before = self._before[tensor]  # in the place of what was read before any write

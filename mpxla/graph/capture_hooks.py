@@ -9,7 +9,7 @@ This module must not know how the step is captured or run.
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from mpxla.graph.gradient_hooks import hooks_of
 from mpxla.graph.user_code import at_user_line
 
 __all__ = [
-    "FREEZES",
     "attributes_kept",
     "optimizers_refused",
     "own_backwards_captured",
@@ -39,22 +38,15 @@ __all__ = [
 _WANTS_GRADIENT = (torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _gradient = cast(Any, torch.Tensor.grad)
 _USES_GRADIENT = (_gradient.__get__, _gradient.__set__)
-FREEZES = (torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__)
 _STATE = ("_parameters", "_buffers", "_modules")
 
 
-def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
+def refuse_gradients(func: Any) -> None:
     """Checks a call of torch in a step function, as `__torch_function__` is given it.
 
     Raises:
-        CaptureError: it reads or changes the gradient of a tensor, or freezes a parameter.
+        CaptureError: it reads or changes the gradient of a tensor.
     """
-    if func in FREEZES and isinstance(args[0], nn.Parameter):
-        raise CaptureError(
-            f"requires_grad of a parameter is changed in a step function{at_user_line()}, which is "
-            f"captured with what it is before. Change it between step calls, which compiles once "
-            f"for each setting; or detach what the parameters are not to learn from."
-        )
     if func in _WANTS_GRADIENT:
         raise CaptureError(
             f"{func.__name__}() was called in a step function{at_user_line()}, where gradients "
@@ -92,7 +84,9 @@ def optimizers_refused() -> Generator[None]:
         handle.remove()
 
 
-def own_backwards_captured(read: Callable[[Any], Any]) -> AbstractContextManager[None]:
+def own_backwards_captured(
+    read: Callable[[Any], Any], reentrant: Callable[[Callable[[], Any]], Any]
+) -> AbstractContextManager[None]:
     """Captures every `torch.autograd.Function` whose backward would count.
 
     A reentrant checkpoint is such a function as well: its body is a checkpointed region. Others of
@@ -100,6 +94,7 @@ def own_backwards_captured(read: Callable[[Any], Any]) -> AbstractContextManager
 
     Args:
         read: gives arguments with the values that tensors among them have now.
+        reentrant: runs such a checkpoint.
     """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
@@ -108,7 +103,7 @@ def own_backwards_captured(read: Callable[[Any], Any]) -> AbstractContextManager
         args, kwargs = read((args, kwargs))
         if cls is CheckpointFunction:
             body, _, *inputs = args
-            return run_checkpointed(body, inputs)
+            return reentrant(lambda: run_checkpointed(body, inputs))
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if counts and not cls.__module__.startswith(("torch.", "mpxla.graph.")):

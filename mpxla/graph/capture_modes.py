@@ -8,7 +8,7 @@ import contextlib
 import keyword
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,13 +31,14 @@ from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
+from mpxla.graph.capture_flags import Flags
 from mpxla.graph.capture_functions import (
     CAPTURED_FUNCTIONS,
     cumulative_batch_norms,
     nested_tensors_refused,
     without_generator,
 )
-from mpxla.graph.capture_hooks import FREEZES, attributes_kept, refuse_gradients
+from mpxla.graph.capture_hooks import attributes_kept, refuse_gradients
 from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
@@ -78,18 +79,22 @@ class StepSemantics(TorchFunctionMode):
     """
 
     def __init__(
-        self, counts: Counts, tape: Tape | None = None, answers: Answers | None = None
+        self,
+        counts: Counts,
+        flags: Flags,
+        tape: Tape | None = None,
+        answers: Answers | None = None,
     ) -> None:
         super().__init__()
-        self._counts = counts
+        self._counts, self._flags = counts, flags
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape, answers)
-        self.writes = HiddenWrites(self.constants.call)
+        self.writes = HiddenWrites(self.constants.call, flags)
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
-        self._gradients = Gradients()
+        self._gradients = Gradients(flags)
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +123,7 @@ class StepSemantics(TorchFunctionMode):
             )
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
-        refuse_gradients(func, args)
+        refuse_gradients(func)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
             with self:
@@ -129,8 +134,21 @@ class StepSemantics(TorchFunctionMode):
         if has_sparse(func, args, kwargs):
             with self:
                 return run_sparse(func, args, kwargs)
-        if func in FREEZES and all([*args[1:], *kwargs.values()]):
-            self._gradients.becomes_leaf(args[0])
+        if func == _GET_FLAG and (own := self._flags.of(args[0])) is not None:
+            return own.requires_grad and not self._flags.is_frozen(own)
+        if func in _SET_FLAG:
+            value = bool([*args[1:], *kwargs.values(), True][0])
+            if (own := self._flags.of(args[0])) is not None:
+                self._flags.put(own, value)
+                return args[0]
+            if type(args[0]) is nn.Parameter and args[0].requires_grad != value:
+                raise CaptureError(
+                    f"The step function changes requires_grad of a parameter of shape "
+                    f"{list(args[0].shape)} that belongs to no DistributedModel{at_user_line()}. "
+                    f"Set it before the step call."
+                )
+            if value:
+                self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (args, kwargs))
         args, kwargs = pytree.tree_map(self._to_host, (args, kwargs))
@@ -211,6 +229,8 @@ def _refuse_foreign_parameter(value: Any) -> None:
 
 
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_flag: Any = torch.Tensor.requires_grad
+_GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _CONTROL_FLOW = {
     "cond": "Compute both branches and choose with torch.where.",
@@ -231,15 +251,19 @@ def _device_of_name(value: Any) -> Any:
 
 @contextlib.contextmanager
 def traceable(
-    model: nn.Module, fake_mode: FakeTensorMode, gone: list[tuple[nn.Module, str]]
+    model: nn.Module,
+    fake_mode: FakeTensorMode,
+    trained: Collection[str],
+    gone: list[tuple[nn.Module, str]],
 ) -> Generator[list[Attribute]]:
     """What export needs to trace a step of a model; gives the attributes of parameters.
 
-    Attributes of modules that the step has given tensors are `gone` afterwards.
+    Stand-ins require gradients for the parameters that are `trained`, by any names. Attributes of
+    modules that the step has given tensors are `gone` afterwards.
     """
     with (
         attributes_kept(model, gone),
-        _fake_state(model, fake_mode) as attributes,
+        _fake_state(model, fake_mode, trained) as attributes,
         host_autocast(),
         _numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
@@ -281,7 +305,9 @@ def _numbers_explained() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
+def _fake_state(
+    model: nn.Module, fake_mode: FakeTensorMode, trained: Collection[str]
+) -> Generator[list[Attribute]]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
     Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
@@ -293,6 +319,8 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
         for table in (m._parameters, m._buffers)  # pyright: ignore[reportPrivateUsage]
     ]
     fakes: dict[int, torch.Tensor] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    require_grad = {id(parameter) for name, parameter in named if name in trained}
 
     def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -300,7 +328,7 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[A
         if id(tensor) not in fakes:
             made: Any = fake_tensor(fake_mode, tensor.shape, tensor.stride(), tensor.dtype)
             if isinstance(tensor, nn.Parameter):
-                made.requires_grad_(tensor.requires_grad)._is_param = True  # as `nn.Parameter` does
+                made.requires_grad_(id(tensor) in require_grad)._is_param = True  # as nn.Parameter
             fakes[id(tensor)] = made
         return fakes[id(tensor)]
 

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_contents import Contents
+from mpxla.graph.capture_flags import Flags
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["HiddenWrites"]
@@ -30,6 +31,7 @@ class HiddenWrites:
 
     Args:
         call: calls a function of torch with arguments and keyword arguments.
+        flags: of the model's parameters.
 
     Attributes:
         contents: of tensors that hold something else now.
@@ -37,11 +39,10 @@ class HiddenWrites:
             user's lines and the values before, in order.
     """
 
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
-        self.contents = Contents(call)
+    def __init__(self, call: Callable[..., Any], flags: Flags):
+        self._call, self._flags = call, flags
+        self.contents = Contents(call, flags)
         self.outside: list[tuple[torch.Tensor, str, torch.Tensor]] = []
-        self._origins: Any = WeakTensorKeyDictionary()
         self._copied: Any = WeakTensorKeyDictionary()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,9 +59,7 @@ class HiddenWrites:
             if each is not None:
                 return self._write_each(each, args, kwargs)
         if func == _GET_DATA or name == "detach":
-            found = self._call(torch.Tensor.detach, (self.contents.data(args[0]),), {})
-            self._origins[found] = args[0]
-            self.contents.note_alias(found, args[0])
+            found = self.contents.detached(args[0])
             if args[0] in self._copied:
                 self._copied[found] = self._copied[args[0]]
             return found
@@ -103,7 +102,9 @@ class HiddenWrites:
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, owner = args[0], self._owner(args[0])
         rest, kwargs = self.contents.read((args[1:], kwargs), func)
+        # A frozen parameter may be written to like any tensor without a gradient.
         is_seen = torch.is_grad_enabled() and (written.requires_grad or owner is written)
+        is_seen = is_seen and not self._flags.is_frozen(owner)
         if is_seen and owner.requires_grad:
             self.contents.settle(owner)
         if is_seen or not owner.requires_grad:
@@ -137,7 +138,7 @@ class HiddenWrites:
         """The tensor with a gradient whose memory a view or a detached tensor shares."""
         while True:
             base = tensor if tensor._base is None else tensor._base
-            found = self._origins.get(base, base)
+            found = self.contents.origins.get(base, base)
             if found is tensor:
                 return tensor
             tensor = found

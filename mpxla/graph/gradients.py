@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_flags import Flags
 from mpxla.graph.functions import applied
 from mpxla.graph.normalize import free_layouts, has_writes
 from mpxla.graph.recurrent import LAYER, unrolled
@@ -73,9 +74,14 @@ torch.library.register_autograd(
 
 
 class Gradients:
-    """Calls of `torch.autograd.grad` while one step is captured."""
+    """Calls of `torch.autograd.grad` while one step is captured.
 
-    def __init__(self) -> None:
+    Args:
+        flags: of the model's parameters.
+    """
+
+    def __init__(self, flags: Flags) -> None:
+        self._flags = flags
         self._leaves: Any = WeakTensorKeyDictionary()
 
     def becomes_leaf(self, tensor: torch.Tensor) -> None:
@@ -102,6 +108,8 @@ class Gradients:
     ) -> tuple[torch.Tensor | None, ...]:
         """What `torch.autograd.grad` returns, as values of the captured step."""
         results, leaves = _tuple(outputs), _tuple(inputs)
+        if any(map(self._flags.is_frozen, leaves)):
+            raise RuntimeError("One of the differentiated Tensors does not require grad")
         seeds: Any = (None,) * len(results) if grad_outputs is None else _tuple(grad_outputs)
         unused = materialize_grads if allow_unused is None else allow_unused
         if is_grads_batched:  # one after the other

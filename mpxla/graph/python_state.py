@@ -508,7 +508,10 @@ class _CacheError(Exception):
 
 
 def _outputs(step: StepGraph) -> list[Any]:
-    """What outputs are computed of, and by what; constants of one shape count as the same."""
+    """What outputs are computed of, and by what; constants of one shape count as the same.
+
+    And the flags of parameters that it leaves.
+    """
     digests: dict[fx.Node, tuple[bool, str]] = {}
     roles = step.roles
 
@@ -529,4 +532,4 @@ def _outputs(step: StepGraph) -> list[Any]:
 
     for node in step.graph.nodes:
         digests[node] = digest(node)
-    return [(role, digests[node]) for node, role in step.ends]
+    return [*((role, digests[node]) for node, role in step.ends), step.flags]

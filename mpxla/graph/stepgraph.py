@@ -6,7 +6,7 @@ knows how it was captured or how it will be cut.
 
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "Check",
     "InputKind",
     "InputRole",
+    "LeftFlag",
     "OutputKind",
     "OutputRole",
     "Print",
@@ -109,6 +110,21 @@ class ResultLeaf:
     value: Any = None
 
 
+@dataclass(frozen=True)
+class LeftFlag:
+    """What a step leaves as `requires_grad` of a parameter.
+
+    Attributes:
+        value: the flag.
+        is_other: whether it was another one when the step began.
+        is_early: whether the step sets it before it goes by the one that it finds.
+    """
+
+    value: bool
+    is_other: bool
+    is_early: bool
+
+
 class Check(enum.Enum):
     """What a step supposes of values, and fails where it is not so."""
 
@@ -155,6 +171,7 @@ class StepGraph:
         asked: the user's lines that ask for values which depend on the model (`answers.py`).
         gone: attributes of modules that had tensors of the step, and have them no more.
         is_question: whether the step computes what they ask for, and not what comes after it.
+        flags: what the step sets as `requires_grad` of parameters.
     """
 
     graph: fx.Graph
@@ -174,6 +191,7 @@ class StepGraph:
     asked: tuple[str, ...] = ()
     gone: tuple[tuple[nn.Module, str], ...] = ()
     is_question: bool = False
+    flags: Mapping[str, LeftFlag] = field(default_factory=dict)
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""
@@ -205,6 +223,11 @@ class StepGraph:
         """Parameters whose rows the step scales -> the result that says by what."""
         results = [role for role in self.outputs if role.kind is OutputKind.RESULT]
         return {role.name: role.index for role in results if role.name}
+
+    @property
+    def lines_of_flags(self) -> list[str]:
+        """Lines that are equal on two ranks if their steps leave the same flags."""
+        return [f"requires_grad of {n} becomes {flag.value}" for n, flag in self.flags.items()]
 
     @property
     def placeholders(self) -> list[fx.Node]:

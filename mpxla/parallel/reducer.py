@@ -120,16 +120,18 @@ class GradientReducer:
         equalize(replica, 0, names)
         if replica.state.shards:
             divide_over_group(replica)
-        self.prepare_updates(own)
+        parameters = replica.state.parameters
+        self.prepare_updates(n for n in own if n in parameters and parameters[n].requires_grad)
 
     def prepare_updates(self, names: Iterable[str]) -> None:
-        """Makes the update copies of trainable parameters that have none yet.
+        """Makes the update copies of some parameters that have none yet.
 
-        All replicas call it with equal names: for all parameters when they are placed, and for
-        those of a step that trains what was frozen then.
+        All replicas call it with equal names: for those that are not frozen when they are placed,
+        and for those that a step trains.
         """
         replica, names = self.replica, list(names)
         store = replica.store
+        store.trained.update(names)
         over = self.options.capacity_bytes, replica.transport, replica.group
         if replica.state.gradient_shards:
             store.divide_gradients(names, *over)

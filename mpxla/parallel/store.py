@@ -105,6 +105,7 @@ class ParameterStore:
 
     Attributes:
         ranks: pipeline ranks that hold each parameter and buffer; empty before they are placed.
+        trained: parameters that some step has trained; the same on all ranks.
         is_divided: whether replicas share the updates.
         shards: buckets of parameters that they share the updates of, here.
         programs: on parameters and gradients of this model.
@@ -122,6 +123,7 @@ class ParameterStore:
         self.master_dtype = master_dtype
         self.lends_gradients = lends_gradients
         self.ranks: Mapping[str, tuple[int, ...]] = {}
+        self.trained: set[str] = set()
         self.is_divided = False
         self.shards: dict[Bucket, Shard] = {}
         self.programs = Programs(backend)
@@ -159,7 +161,8 @@ class ParameterStore:
         """
         parameters = self.state.parameters.items()
         return self.is_divided or any(
-            p.requires_grad and self._update_dtype(name) != p.dtype for name, p in parameters
+            (p.requires_grad or name in self.trained) and self._update_dtype(name) != p.dtype
+            for name, p in parameters
         )
 
     @property
@@ -189,13 +192,13 @@ class ParameterStore:
 
     # --- update copies --------------------------------------------------------------------------
 
-    def _trainable(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Those of some parameters that are here, are not frozen and have no update copy yet."""
+    def _without_copy(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Those of some parameters that are here and have no update copy yet."""
         wanted = set(names)
         return {
             name: parameter
             for name, parameter in self.state.local_parameters()
-            if name in wanted and parameter.requires_grad
+            if name in wanted
             if name not in self._part_of and name not in self.state.shards
         }
 
@@ -204,12 +207,12 @@ class ParameterStore:
     ) -> None:
         """Divides parameters over replicas; all ranks of the group call it, with equal values.
 
-        Names of parameters that are frozen or elsewhere are left out; the group holds the same
-        parameters, by dp_rank.
+        Names of parameters that are elsewhere are left out; the group holds the same parameters, by
+        dp_rank.
         """
         self.is_divided = True
         groups: dict[tuple[int, ...], dict[str, TensorSpec]] = {}
-        for name, parameter in self._trainable(names).items():
+        for name, parameter in self._without_copy(names).items():
             groups.setdefault(self.ranks[name], {})[name] = TensorSpec.of(parameter)
         for holders, specs in sorted(groups.items()):
             for narrow in fill_buckets(specs, holders, capacity_bytes, len(group)):
@@ -225,12 +228,12 @@ class ParameterStore:
     ) -> None:
         """Divides updates as gradients are; all ranks of the group call it, with equal values.
 
-        Names of parameters that are frozen or elsewhere are left out; at most `capacity_bytes` are
-        gathered at a time.
+        Names of parameters that are elsewhere are left out; at most `capacity_bytes` are gathered
+        at a time.
         """
         self.is_divided = True
         groups: dict[tuple[tuple[int, ...], torch.dtype], dict[str, TensorSpec]] = {}
-        for name, parameter in self._trainable(names).items():
+        for name, parameter in self._without_copy(names).items():
             if name in self.state.gradient_shards:
                 key = self.ranks[name], self._update_dtype(name)
                 groups.setdefault(key, {})[name] = TensorSpec.of(parameter)
@@ -243,11 +246,11 @@ class ParameterStore:
     def widen(self, names: Iterable[str]) -> None:
         """Gives 16-bit parameters masters, if the store has a type for those.
 
-        Names of those that are frozen, elsewhere or have one are left out.
+        Names of those that are elsewhere or have one are left out.
         """
         narrow = {
             name: parameter
-            for name, parameter in self._trainable(names).items()
+            for name, parameter in self._without_copy(names).items()
             if self._update_dtype(name) != parameter.dtype
         }
         if narrow:

@@ -22,6 +22,7 @@ __all__ = [
     "as_numbers",
     "counted",
     "draw_all",
+    "left_flags",
     "problem_of_inputs",
     "trained_by",
     "what_differs",
@@ -147,6 +148,13 @@ def trained_by(passes: Sequence[Pass]) -> set[str]:
     """Parameters whose gradients passes compute."""
     stages = [stage for one in passes for stage in one.plan.cut.stages]
     return {parameter for stage in stages for parameter in stage.trained}
+
+
+def left_flags(passes: Sequence[Pass]) -> dict[str, bool]:
+    """What all passes of a call leave as `requires_grad` of parameters, by name."""
+    steps = {i: one.plan.cut.step for one in passes for i in one.microbatches}
+    found = [step.flags.items() for _, step in sorted(steps.items(), key=lambda pair: pair[0])]
+    return {name: flag.value for flags in found for name, flag in flags}
 
 
 def problem_of_inputs(passes: Sequence[Pass]) -> str | None:

@@ -56,6 +56,7 @@ from mpxla.runtime.signature import (
 )
 from mpxla.runtime.ways import (
     Pass,
+    problem_of_flags,
     problem_of_ways,
     split_into_passes,
     warn_of_passes,
@@ -310,6 +311,10 @@ class Calls:
             if reason is not None:
                 function = call.signature.function
                 return f"{function}: {what_differs(call)}. {why_one_way(reason)}"
+        if None not in call.ways:
+            problem = problem_of_flags(call.signature.function, found)
+            if problem is not None:
+                return problem
         next_ = [plan for plan in call.ways[call.done : call.end] if plan is not None]
         if len(next_) == len(call.ways[call.done : call.end]):
             inputs = {plan: as_inputs(call, plan) for plan in next_}
@@ -400,7 +405,8 @@ class Calls:
         checks, step_plan = plan.runner.checks, plan.runner.plan
         draws_or_looks = step_plan.is_random or checks.looks_at_inputs
         has_others = len(call.plans) > 1 or plan.signature.answers is not None or plan.is_once
-        is_open = draws_or_looks or has_others or plan.cut.step.decisions
+        step = plan.cut.step
+        is_open = draws_or_looks or has_others or step.decisions or step.flags
         if self._pp_rank == 0:
             problem = self._take_way(call, plan)
             if is_open or problem is not None:

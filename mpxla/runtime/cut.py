@@ -84,11 +84,12 @@ class CutStep:
 
     def description(self) -> list[str]:
         """Lines that are equal on two ranks if they cut the same step in the same way."""
-        lines: list[str] = []
+        lines = self.step.lines_of_flags
         for stage in self.stages:
             where = f"stage {stage.index} of partition {self.placement[stage.index]}"
             lines += [f"{node.format_node()} in {where}" for node in stage.graph.nodes]
-            lines += [f"{where} with {held}" for held in (stage.parameters, stage.buffers)]
+            lines += [f"{where} with {held}" for held in (stage.parameters, stage.trained)]
+            lines.append(f"{where} with {stage.buffers}")
             lines += [f"{where} with {port}" for port in (*stage.inputs, *stage.outputs)]
         return lines
 

@@ -22,7 +22,7 @@ from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.asking import whole_way
-from mpxla.runtime.call import Call, trained_by
+from mpxla.runtime.call import Call, left_flags, trained_by
 from mpxla.runtime.calls import Calls
 from mpxla.runtime.constants import Constants
 from mpxla.runtime.control import AnnouncedError, as_announced
@@ -208,11 +208,13 @@ class StepEngine:
             self._samples[plan.number] = num_samples(rule, args, kwargs)
         began = time.perf_counter()
         parts, runs = self._run(call)
+        passes = call.passes
         while not call.is_last:
             self.calls.go_on(call)
             self._prepare(call, rule, lent)
             more, later = self._run(call)
-            parts, runs = [*parts, *more], [*runs, *later]
+            parts, runs, passes = [*parts, *more], [*runs, *later], [*passes, *call.passes]
+        self._states.set_flags(left_flags(passes), lent)
         own_count = call.signature.num_microbatches // self._num_batches
         first = self._place % self._num_batches * own_count
         returned = self._runner.outputs(parts, slice(first, first + own_count))

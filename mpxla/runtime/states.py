@@ -7,7 +7,7 @@ actor and a critic) belongs to the first of them, and the others know it by the 
 there. This module must not know graphs or schedules.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -172,6 +172,16 @@ class ModelStates:
             for name, buffer in state.buffers.items():
                 if name in local:
                     yield names[name], buffer
+
+    def set_flags(self, flags: Mapping[str, bool], lent: Container[str]) -> None:
+        """Sets `requires_grad` of parameters, wherever their values are.
+
+        But for models that are `lent`, by label, and cannot be trained: the step was a copy's.
+        """
+        for name, value in flags.items():
+            label, own = self._owners[name]
+            if label not in lent:
+                self._states[label].parameters[own].requires_grad_(value)
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""

@@ -24,6 +24,7 @@ from mpxla.graph.capture_attributes import (
     outside_values,
     without_counted,
 )
+from mpxla.graph.capture_flags import ThawedError
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
@@ -31,6 +32,7 @@ from mpxla.graph.capture_sources import (
     random_numbers_noted,
 )
 from mpxla.graph.carried import settle
+from mpxla.graph.container_state import refill
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
@@ -148,6 +150,7 @@ class Tracing:
         given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
         objects = self.objects
         own = [(f"argument {p}", value, partial(objects.get, p)) for p, value in objects.items()]
+        thawed: set[str] = set()
 
         def run(
             leaves: Sequence[torch.Tensor],
@@ -186,6 +189,7 @@ class Tracing:
                     self.graphs,
                     signature.answers,
                     counting.left,
+                    frozenset(thawed),
                 )
                 used = {role.name for node, role in step.roles.items() if node.users}
                 is_same = step.follows_from_itself
@@ -197,6 +201,17 @@ class Tracing:
             return capture(counting, stand_ins, notes)
 
         def attempt(counting: Counting, records: Mapping[str, RecordRead] = {}) -> Attempt:
+            contents, num_before = self.state.contents, len(self.state.contents)
+            while True:
+                try:
+                    return attempt_once(counting, records)
+                except ThawedError as error:  # attributes are restored
+                    thawed.update(error.names)
+                    for container, content in reversed(contents[num_before:]):
+                        refill(container, content)
+                    del contents[num_before:]
+
+        def attempt_once(counting: Counting, records: Mapping[str, RecordRead]) -> Attempt:
             if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             found, counted = outside(function, model), counting.names | records.keys()

@@ -23,6 +23,7 @@ from mpxla.runtime.plans import Plan
 __all__ = [
     "Pass",
     "change_of_answers",
+    "problem_of_flags",
     "problem_of_ways",
     "split_into_passes",
     "warn_of_passes",
@@ -75,6 +76,27 @@ def problem_of_ways(plans: Sequence[Plan], num_replicas: int) -> str | None:
         return "replicas scale rows of an embedding (max_norm) together after each of them"
     form = differ_in_form(steps)
     return None if form is None else f"the step function returns {form}"
+
+
+def problem_of_flags(function: str, ways: Sequence[Plan]) -> str | None:
+    """Why microbatches cannot have these plans, all of which were captured with the same flags.
+
+    The flags are `requires_grad` of parameters. In PyTorch each microbatch begins with those that
+    the one before it has left.
+    """
+    other: set[str] = set()
+    for number, plan in enumerate(ways):
+        flags = plan.cut.step.flags
+        if lost := other - {name for name, flag in flags.items() if flag.is_early}:
+            return (
+                f"{function}: microbatch {number} begins with other requires_grad of parameters "
+                f"than the call ({min(lost)}), since the step function leaves them changed. Let "
+                f"it set them before it uses the parameters, in every microbatch, or set them back "
+                f"at its end; or change them between step calls."
+            )
+        other -= flags.keys()
+        other |= {name for name, flag in flags.items() if flag.is_other}
+    return None
 
 
 def why_one_way(reason: str) -> str:

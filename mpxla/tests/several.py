@@ -319,10 +319,58 @@ def shared_encoder(lab: PlainLab) -> None:
     lab.note_state("critic", critic, of_critic)
 
 
-SCENARIOS = {
-    function.__name__: function
-    for function in (gan, distillation, actor_and_critic, one_optimizer, shared_encoder)
-}
+def alternating(lab: PlainLab) -> None:
+    """Both losses of a GAN in one step, which changes `requires_grad` in between."""
+    g, d = lab.model(Generator, 1), lab.model(Critic, 2)
+    enter = getattr(g, "module", g).enter
+    of_g = lab.optimizer(torch.optim.AdamW(g.parameters(), 0.01, weight_decay=0.1))
+    of_d = lab.optimizer(torch.optim.SGD(d.parameters(), 0.1, momentum=0.9, weight_decay=0.1))
+
+    @lab.step
+    def forge_first(z, x):
+        fake = g(z)
+        for parameter in d.parameters():
+            parameter.requires_grad = False
+        forged = (d(fake) - 1).square().mean()
+        g.backward(forged)
+        for parameter in d.parameters():
+            parameter.requires_grad = True
+        judged = d(fake.detach()).square().mean() + (d(x) - 1).square().mean()
+        d.backward(judged)
+        return forged + judged
+
+    @lab.step
+    def judge_first(z, x):
+        """Trains a part of the generator, and leaves the critic frozen."""
+        enter.requires_grad_(False)
+        fake = g(z)
+        d.requires_grad_(True)
+        judged = d(fake.detach()).square().mean() + (d(x) - 1).square().mean()
+        d.backward(judged)
+        d.requires_grad_(False)
+        forged = (d(fake) - 1).square().mean()
+        g.backward(forged)
+        enter.requires_grad_(True)
+        return forged + judged
+
+    losses = []
+    for number, step in enumerate([forge_first, forge_first, judge_first, judge_first]):
+        of_g.zero_grad()
+        of_d.zero_grad()
+        losses.append(lab.mean(step(lab.data(4, number), lab.data(3, 50 + number))))
+        both = (*g.parameters(), *d.parameters())
+        lab.note(f"flags {number}", [int(p.requires_grad) for p in both])
+        lab.note_gradients(f"g {number}", g)
+        lab.note_gradients(f"d {number}", d)
+        of_g.step()
+        of_d.step()
+    lab.note("losses", losses)
+    lab.note_state("g", g, of_g)
+    lab.note_state("d", d, of_d)
+
+
+_LATER = actor_and_critic, one_optimizer, shared_encoder
+SCENARIOS = {function.__name__: function for function in (gan, alternating, distillation, *_LATER)}
 
 
 def run_plainly(name: str) -> dict[str, Any]:

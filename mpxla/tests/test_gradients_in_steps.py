@@ -31,6 +31,22 @@ class Cubed(torch.autograd.Function):
         return 6 * gradient * x**2 * ctx.factor, None
 
 
+class ByNeed(torch.autograd.Function):
+    """Its derivative depends on whether the weight needs one, on purpose."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            return 3 * gradient @ weight, 3 * gradient.T @ x
+        return 2 * gradient @ weight, None
+
+
 class Net(nn.Module):
     def __init__(self, num_outputs=1):
         super().__init__()
@@ -184,6 +200,15 @@ def in_rows(model, x):
     return found.square().sum()
 
 
+def frozen_in_between(model, x):
+    weight = model.block[0].weight
+    hidden = model.enter(x)
+    weight.requires_grad_(False)
+    loss = ByNeed.apply(hidden, weight).square().mean()
+    weight.requires_grad_(True)
+    return loss + ByNeed.apply(hidden * 2, weight).mean()
+
+
 CASES = {
     "torch_func": (Smooth, of_torch_func),
     "rows": (Net, in_rows),
@@ -196,11 +221,12 @@ CASES = {
     "enabled": (Net, enabled_inside),
     "jacobian": (lambda: Net(2), whole_jacobian),
     "own": (WithOwn, penalized),
+    "frozen": (Net, frozen_in_between),
     "attention": (Attending, penalized),
     "recurrent": (Recurrent, penalized),
     "convolution": (Convolving, penalized),
 }
-QUICK = ("leaf", "adapted", "own")
+QUICK = ("leaf", "adapted", "own", "frozen")
 
 
 def built(name):

@@ -36,13 +36,14 @@ def compare(name, world_size, config):
 
 
 slow = pytest.mark.slow
+QUICK = ("gan", "alternating")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "gan",
-        *(pytest.param(name, marks=slow) for name in SCENARIOS if name != "gan"),
+        *QUICK,
+        *(pytest.param(name, marks=slow) for name in SCENARIOS if name not in QUICK),
     ],
 )
 def test_on_two_stages(name):
@@ -59,11 +60,13 @@ OTHERS = [
     ("distillation", 2, REPLICAS),
     ("actor_and_critic", 4, {**STAGES, **REPLICAS}),
     ("one_optimizer", 4, {**STAGES, **SHARDED}),
+    ("alternating", 4, {**STAGES, **SHARDED}),
 ]
 MORE = [
     ("gan", 1, {}),
     ("actor_and_critic", 2, REPLICAS),
     ("one_optimizer", 2, REPLICAS),
+    ("alternating", 2, REPLICAS),
     ("distillation", 2, SHARDED),
     ("gan", 4, {**STAGES, **REPLICAS}),
     ("shared_encoder", 4, {**STAGES, **REPLICAS}),
