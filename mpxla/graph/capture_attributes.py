@@ -342,9 +342,9 @@ def refusal(name: str, line: str) -> CaptureError:
     """The error of a tensor that the step leaves where it reads the next one."""
     return CaptureError(
         f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
-        f"or step would read. A step is captured once and leaves no tensors in attributes: make "
-        f"it a buffer (register_buffer with its shape, then self.name.copy_(value)), or return it "
-        f"and pass it to the next call as an argument."
+        f"or step would read. A step carries tensors in attributes of modules only: keep it in "
+        f"one, make it a buffer (register_buffer with its shape, then self.name.copy_(value)), or "
+        f"return it and pass it to the next call as an argument."
     )
 
 

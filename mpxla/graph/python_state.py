@@ -12,6 +12,8 @@ the first capture has left, to see whether that matters:
     a missing tensor     a cache of tables, which captures do not keep: its attributes stay what
                          they were, and programs fill it
 
+Tensors in attributes of modules are carried, as buffers are (`carried.py`).
+
 Where the function also branches on values of the model, nothing is followed.
 
 This module must not know how steps are run.

@@ -523,8 +523,9 @@ def _problem_of_flag(plan: Plan) -> str:
     names = " and ".join(sorted(r.name for r in plan.view.reads if isinstance(r, OnceRead)))
     return (
         f"{plan.signature.function} goes another way when it has changed {names}, and branches on "
-        f"values that depend on the model, too. Make the flag a buffer: register_buffer with "
-        f"torch.tensor(False), then self.name.fill_(True)."
+        f"values that depend on the model, too. Make a flag a buffer: register_buffer with "
+        f"torch.tensor(False), then self.name.fill_(True); give an attribute for tensors its first "
+        f"one before the step."
     )
 
 
