@@ -173,10 +173,11 @@ class AttributeLog:
             if not all(map(is_constant, new)):
                 self.note_write(self.held[place[0]].table, place[1], _COMPUTED, form)
 
-    def start_carried(self, gone: Sequence[tuple[nn.Module, str]]) -> None:
+    def start_carried(self, model: nn.Module, gone: Sequence[tuple[nn.Module, str]]) -> None:
         """Puts tensors into attributes that the step will give some.
 
         Args:
+            model: whose modules carry them; others are objects like any.
             gone: attributes that the capture has given back, of which a warning tells.
 
         Raises:
@@ -190,8 +191,14 @@ class AttributeLog:
             if place in self.first or form.size <= _FEW_ELEMENTS
             if _is_of_user(place[1]) and not self._is_carried(place)
         ]
-        if new := [one for one in new if isinstance(one[0], nn.Module)]:
+        modules = set(map(id, model.modules()))
+        if new := [one for one in new if id(one[0]) in modules]:
             raise CarriedError(new)
+        for place, (_, last) in self.written.items():
+            owner = self.held[place[0]]
+            if last is _COMPUTED and id(owner.value) not in modules:  # it has tensors of a capture
+                owner.put(place[1], self.before[place])
+                _warn_gone(self._name(place))
         for module, name in gone:
             if not self._is_carried((id(vars(module)), name)):
                 _warn_gone(f"{self.held[id(vars(module))].name}.{name}")
@@ -342,9 +349,10 @@ def refusal(name: str, line: str) -> CaptureError:
     """The error of a tensor that the step leaves where it reads the next one."""
     return CaptureError(
         f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
-        f"or step would read. A step carries tensors in attributes of modules only: keep it in "
-        f"one, make it a buffer (register_buffer with its shape, then self.name.copy_(value)), or "
-        f"return it and pass it to the next call as an argument."
+        f"or step would read. A step carries tensors in attributes of the modules that "
+        f"smp.DistributedModel has wrapped, and only there: keep it in one of them, or make it a "
+        f"buffer there (register_buffer with its shape, then self.name.copy_(value)), or return it "
+        f"and pass it to the next call as an argument."
     )
 
 

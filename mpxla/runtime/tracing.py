@@ -244,7 +244,7 @@ class Tracing:
             ):
                 try:
                     step = capture(counting, stand_ins, notes)
-                    log.start_carried(step.gone)
+                    log.start_carried(model, step.gone)
                     return Attempt(step, log.reads(), log, reads, computed, by_inputs)
                 except BaseException:
                     restore(log, reads)

@@ -343,6 +343,39 @@ def test_what_grows_and_what_is_elsewhere_is_refused():
     assert "reads model.settings.mean, and gives it a tensor at " in elsewhere
 
 
+class Criterion(nn.Module):
+    """Keeps the last loss in sight; no model has it."""
+
+    last = None
+
+    def forward(self, y, target):
+        self.last = nn.functional.cross_entropy(y, target)
+        return self.last
+
+
+criterion = Criterion()
+
+
+def step_by_criterion(model, x, y):
+    loss = criterion(model(x), y)
+    model.backward(loss)
+    return loss
+
+
+def train_by_criterion():
+    smp.init({"microbatches": 2})
+    with logged() as lines:
+        smp.step(step_by_criterion)(smp.DistributedModel(nn.Linear(6, 4)), *batch(0))
+    return "last" in vars(criterion), [line for line in lines if "gone" in line]
+
+
+@pytest.mark.slow
+def test_modules_of_no_model_have_none_and_a_warning_says_so():
+    ((is_there, warnings),) = run_ranks(train_by_criterion, 1)
+    assert not is_there
+    assert ["puts tensors into criterion.last. " in line for line in warnings] == [True]
+
+
 def look_elsewhere():
     smp.init({"microbatches": 2, "pipeline_parallel_degree": 2})
     raw = made("left")
