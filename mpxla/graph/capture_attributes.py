@@ -167,7 +167,8 @@ class AttributeLog:
             known, like = pytree.tree_flatten(_held_before(container, held))
             leaves, spec = pytree.tree_flatten(container)
             form = form_of(container)
-            if form is None or spec != like or place in self.written:
+            is_module = isinstance(self.held[place[0]].value, nn.Module)  # others carry nothing
+            if form is None or spec != like or place in self.written or not is_module:
                 continue
             new = [leaf for leaf, old in zip(leaves, known, strict=True) if leaf is not old]
             if not all(map(is_constant, new)):
@@ -191,14 +192,9 @@ class AttributeLog:
             if place in self.first or form.size <= _FEW_ELEMENTS
             if _is_of_user(place[1]) and not self._is_carried(place)
         ]
-        modules = set(map(id, model.modules()))
+        modules = set(map(id, model.modules())) if new else ()
         if new := [one for one in new if id(one[0]) in modules]:
             raise CarriedError(new)
-        for place, (_, last) in self.written.items():
-            owner = self.held[place[0]]
-            if last is _COMPUTED and id(owner.value) not in modules:  # it has tensors of a capture
-                owner.put(place[1], self.before[place])
-                _warn_gone(self._name(place))
         for module, name in gone:
             if not self._is_carried((id(vars(module)), name)):
                 _warn_gone(f"{self.held[id(vars(module))].name}.{name}")
@@ -513,7 +509,10 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             owner = object.__getattribute__(self, "__dict__")
             if tensors:  # which must not be held beyond the step
                 old = pytree.tree_leaves(owner.get(name))
-                is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
+                if isinstance(self, nn.Module):
+                    is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
+                else:  # which carries nothing
+                    is_same = all(map(recorder.is_known, tensors))
                 written = _CONSTANT if is_same or is_cache(owner, name) else _COMPUTED
             is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
             form = form_of(value) if tensors and is_attribute else None
