@@ -2,7 +2,8 @@
 
 XLA's CPU devices count nothing, but their memory is the process's: the C library counts every byte
 that is allocated and not freed. A model is measured in two sizes, whose difference has nothing in
-it of compiled programs.
+it that every model takes. Both have been trained before: programs of new shapes take megabytes,
+how many depends on the machine.
 """
 
 import ctypes
@@ -145,7 +146,8 @@ def train(config, width):
 
 def grown(config):
     """Runs on every rank: what the larger model takes more, in bytes of a block."""
-    train(config, WIDTHS[0])  # what a training leaves behind is there before each of the others
+    for width in WIDTHS:  # programs, and what a training leaves, are there before the others
+        train(config, width)
     narrow, wide = (train(config, width) for width in WIDTHS)
     of_block = block_bytes(WIDTHS[1]) - block_bytes(WIDTHS[0])
     return [(b - a) / of_block for a, b in zip(narrow, wide, strict=True)]
@@ -171,7 +173,7 @@ def test_what_a_rank_holds(backend):
     for what, values in found.items():
         for value in values:
             if backend == "pjrt":
-                assert value == pytest.approx(CONFIGS[what][1], rel=0.1), what
+                assert value == pytest.approx(CONFIGS[what][1], rel=0.05), what
             else:  # torch_xla keeps what its last programs took, also of plain replicas
                 most = {"parameters": 0.6, "gradients": 0.8, "nothing": 1.1}[what]
                 assert value < most * found["nothing"][0], what

@@ -40,7 +40,8 @@ def on(backend):
 
 def grown(measure, sizes, *args):
     """Runs on every rank: what the larger size takes more, of each figure that is measured."""
-    measure(sizes[0], *args)  # what stays of any session is there before the others
+    for size in sizes:  # programs, and what stays of any session, are there before the others
+        measure(size, *args)
     small, large = (measure(size, *args) for size in sizes)
     return [b - a for a, b in zip(small, large, strict=True)]
 
@@ -70,7 +71,7 @@ def test_gradients_exist_once_beside_their_sum(config, num_calls, limit):
     world = 2 if config else 1
     for held, peak in run_ranks(grown, world, step_peak, WIDTHS, config, num_calls, **on("pjrt")):
         print(f"{held / MODEL:.2f} models held, {peak / MODEL:.2f} at the peak")
-        assert held / MODEL == pytest.approx(2, abs=0.15)
+        assert held / MODEL == pytest.approx(2, abs=0.1)
         assert peak / MODEL < limit
 
 
