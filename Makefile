@@ -28,7 +28,7 @@ test: $(INSTALLED) ## run the test suite
 
 # A part of the slow tests, another one every day: make test-slow PART=1. A test stays in its part.
 # What takes long, and full products, are left to `test-all`.
-PARTS ?= 2
+PARTS ?= 3
 PART ?= $(shell date +%-j)
 test-slow: $(INSTALLED) ## run the slow tests of one part, by PART=NUMBER
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "slow and not long and not device" \

@@ -131,13 +131,15 @@ def test_branches_on_values_of_the_model(stages, has_norm):
         assert sum(bool(re.search(pattern, one)) for one in warnings) == 1, warnings
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_questions_draw_what_the_step_draws(stages):
     results = run_ranks(train, stages, {"pipeline_parallel_degree": stages}, [False, 0.5], 1)
     for found, _, values, _, _ in results:
         assert [value > LARGE for value in values] == [row[2] == 1 for row in found.tolist()]
 
 
+@pytest.mark.slow
 def test_replicas_ask_for_themselves():
     expected, parameters = train_plainly([], num_replicas=2)
     for replica, (found, state, *_) in enumerate(run_ranks(train, 2, {"ddp": True})):

@@ -286,6 +286,7 @@ def operate(names):
         pytest.param([*OPERATIONS], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_operators_that_need_numbers_have_those_of_now(names):
     (found,) = run_ranks(operate, 1, names)
     for name, pairs in found.items():

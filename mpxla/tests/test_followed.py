@@ -216,9 +216,7 @@ def train(keys, kinds):
 @pytest.mark.parametrize(
     ("kinds", "stages"),
     [
-        (["toggled", "mode_by_count", "only_written", "not_there"], 2),
-        (["mode_after_use", "mode_by_calls", "flag_by_calls", "frozen_by_calls"], 2),
-        (["none_beside_a_counter", "highest", "in_containers", "of_the_class", "hooked"], 1),
+        (["toggled", "mode_by_count", "none_beside_a_counter", "in_containers"], 2),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )

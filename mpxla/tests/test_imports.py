@@ -265,6 +265,7 @@ json.dump([found.count("start"), gc.isenabled()], sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_imports_are_not_interrupted_by_searches_for_garbage():
     """Each search looks through all of torch; there were dozens, for 0.5 s in all."""
     command = [sys.executable, "-c", _COLLECTIONS]
@@ -315,6 +316,7 @@ class Cycle:
         self.own = self
 
 
+@pytest.mark.slow
 def test_garbage_of_many_traces_does_not_pile_up(monkeypatch):
     monkeypatch.setattr(collection, "_MANY", 100_000)
     first = None

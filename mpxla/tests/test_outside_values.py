@@ -163,6 +163,7 @@ def compute_captured(names):
     return compute(call, names)
 
 
+@pytest.mark.slow
 def test_wherever_settings_are_they_are_noticed():
     raw = nn.Linear(5, 3)
     with torch.no_grad():

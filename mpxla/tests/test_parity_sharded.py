@@ -211,11 +211,9 @@ def train_in_session(case):
     return found
 
 
-CASES = (
-    Case(2),
-    Case(2, stages=2, backend="torch_xla"),
-)
+CASES = (Case(2),)
 SWEEP = (
+    Case(2, stages=2, backend="torch_xla"),
     Case(4, hosts=2, backend="torch_xla"),
     Case(4, hosts=2, keys=(("sdp_hierarchical_allgather", False),)),
     Case(4, hosts=2, keys=(("sdp_gather", "step"),)),

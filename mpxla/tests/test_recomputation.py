@@ -142,6 +142,7 @@ def check(results, modes, shrinks=True, is_exact=IS_EXACT):
         assert now < (0.5 if mode in ("recompute", "half") else 0.7) * before + 1, mode
 
 
+@pytest.mark.slow
 def test_losses_gradients_and_bytes_with_two_stages():
     modes = ("keep", "half")
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}

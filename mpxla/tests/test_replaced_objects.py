@@ -183,6 +183,7 @@ def train_various(keys):
     return torch.stack(found).detach()
 
 
+@pytest.mark.slow
 def test_other_values_that_a_script_replaces_are_noticed():
     expected = train_various(None)
     assert (expected.diff().abs() > 0.01).all()  # each of them matters

@@ -51,6 +51,7 @@ def test_on_two_stages(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param("gan", marks=slow), "one_optimizer"])
+@pytest.mark.slow
 def test_over_replicas_that_divide_updates(name):
     compare(name, 2, SHARDED)
 

@@ -115,6 +115,7 @@ def test_first_step_compiles_its_programs_and_at_most_two_small_ones(compiled):
         assert 2 <= timed <= 4
 
 
+@pytest.mark.slow
 def test_programs_do_not_depend_on_the_number_of_microbatches(compiled):
     """With microbatches of the same size, those of 2 serve for 6."""
     for _, asked in compiled:

@@ -359,7 +359,9 @@ DIVIDED = {"gradients": (2, {"shard_gradients": True})}
 """Worlds in which scripts cannot change gradients themselves."""
 CASES = [
     ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
-    ("zero", ["thawing_layer_by_layer", "thawing_into_new_groups"]),
+    pytest.param(
+        "zero", ["thawing_layer_by_layer", "thawing_into_new_groups"], marks=pytest.mark.slow
+    ),
     ("gradients", ["thawing_layer_by_layer"]),
     ("stages", ["norms_read_later", "accumulation_and_clipping", "bare_lookahead"]),
     *in_two_worlds(HABITS),

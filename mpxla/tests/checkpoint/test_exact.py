@@ -70,6 +70,7 @@ def resume_with_another_step_first(path):
     return drawn, losses, run.model.partition_decision(), readers[0].num_bytes_read, held
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tmp_path):
     """Dropout, other generators, and an evaluation before the first training step."""
     saved = run_ranks(save_in_mid_run, 2, str(tmp_path))

@@ -127,6 +127,7 @@ DIVIDED = {
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_parts_are_saved_and_wholes_loaded(tmp_path):
     check(tmp_path, {"one": ONE, "tp2": TWO})
 

@@ -27,6 +27,7 @@ def plan(*words):
     return SimpleNamespace(**found)
 
 
+@pytest.mark.slow
 def test_plan_with_a_search(tmp_path):
     file = tmp_path / "plan.json"
     done = plan(
@@ -45,6 +46,7 @@ def test_plan_with_a_search(tmp_path):
     assert file.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_ranks_are_divided_between_stages_and_tensors():
     factory = "mpxla.tests.cli.factories:pairs"
     done = plan(factory, "--devices", "4", "--microbatches", "2", "--search")
@@ -85,6 +87,7 @@ def test_plan_of_a_step_function_under_a_limit():
     assert re.search(r"error: No schedule fits into 1073 bytes per rank: the least, ", done.stderr)
 
 
+@pytest.mark.slow
 def test_plan_of_divided_parameters():
     words = ("mpxla.tests.cli.factories:gpt", "--stages", "2", "--microbatches", "4", "--sdp", "4")
     done = plan(*words, "--memory-limit", "8")

@@ -43,6 +43,7 @@ def launch(folder, *words):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_failure_is_named_once(tmp_path):
     done = launch(tmp_path, "fail", "--n", "7", "--ranks", "1")
     assert done.returncode == 1

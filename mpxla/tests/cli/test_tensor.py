@@ -39,6 +39,7 @@ def planned(num_layers, machine, memory="keep"):
     return forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
 
 
+@pytest.mark.slow
 def test_messages_of_a_block():
     """Halves of two sums each way, of [2, 8, 16] floats, and small ones for norms' parameters."""
     one, two = planned(1, SLOW_LINKS), planned(2, SLOW_LINKS)

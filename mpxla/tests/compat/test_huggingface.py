@@ -114,6 +114,7 @@ def assert_equal_runs(folder, other, weights="model.safetensors"):
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_text_classification_on_two_stages(tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     # A BERT without layers: embeddings on one stage, the classifier on the other.

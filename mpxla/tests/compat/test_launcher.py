@@ -295,6 +295,7 @@ print("done")
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_outside_the_launcher_nothing_of_torch_is_touched(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(OUTSIDE)

@@ -459,7 +459,9 @@ def how_many_there_were(m, h, y):
     return total / max(count, 1)
 
 
-@pytest.mark.parametrize("function", [of_each_row_as_many, how_many_there_were])
+@pytest.mark.parametrize(
+    "function", [of_each_row_as_many, pytest.param(how_many_there_were, marks=pytest.mark.slow)]
+)
 def test_as_few_values_as_will_do(function):
     model, step, known = capture(function)
     assert known is not None and known.decide_sizes == (function is of_each_row_as_many)

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from mpxla.tests.nn.in_threads import distributed, in_threads, lower, train_once
-from mpxla.tests.nn.test_split_models import EACH, built, collectives, gpt2, llama, loss_of
+from mpxla.tests.nn.test_split_models import MODELS, built, collectives, gpt2, llama, loss_of
 from mpxla.tests.nn.test_split_models import words as some_words
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS]
+)
 def test_loss_and_gradients_of_parts(name):
     whole = built(name)
     loss = loss_of(whole, some_words())
@@ -53,6 +55,7 @@ def of_blocks(is_divided):
     return [dict(two - one) for one, two in zip(*counts, strict=True)]
 
 
+@pytest.mark.slow
 def test_collectives_of_a_block():
     """Two sums each way, or their halves; and small sums for the gradients of its two norms."""
     assert of_blocks(False) == [{"all_reduce": 2}, {"all_reduce": 2}]
@@ -84,6 +87,7 @@ def test_activations_of_a_rank():
     assert of_layers(2, False) > bound, "streams are whole without"
 
 
+@pytest.mark.slow
 def test_dropout_of_positions_differs():
     """What a rank drops of its positions is its own, and results agree."""
     ranks = distributed(lambda: gpt2(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), 2)

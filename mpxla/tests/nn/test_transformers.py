@@ -139,7 +139,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "both norms")) for n in MODELS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("both norms", "alibi"))) for n in MODELS],
 )
 def test_parts_of_a_language_model(name):
     ids = words()

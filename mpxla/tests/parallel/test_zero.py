@@ -146,6 +146,7 @@ def resume(how, stages):
         ("share", 2),
     ],
 )
+@pytest.mark.slow
 def test_training_resumes_from_gathered_and_from_own_state(how, stages):
     results = run_ranks(resume, 2 * stages, how, stages)
     assert sum(sum(sizes) for sizes, _ in results) == 5 * 7 + 7 + 7 * 3 + 3

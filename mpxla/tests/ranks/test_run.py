@@ -172,6 +172,7 @@ def test_arguments_and_results_may_be_of_the_test_module_and_tensors():
     assert torch.equal(results[1][1], torch.full((2, 2), 2.0))
 
 
+@pytest.mark.slow
 def test_given_environment_is_there_in_processes_of_its_own():
     usual = run_ranks(process_id, 2)
     env = {"MPXLA_TEST_VALUE": "7"}

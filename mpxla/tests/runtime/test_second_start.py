@@ -32,6 +32,7 @@ MLP, GPT = case_of("mlp", "2x2I"), parity.Case("gpt", 2, 4, "zero_bubble")
     ],
     ids=["mlp-pjrt", "mlp-torch_xla", "gpt-pjrt"],
 )
+@pytest.mark.slow
 def test_it_adds_nothing_and_computes_the_same(case, device, tmp_path):
     env = {"MPXLA_DEVICE": device}
     starts = [run_ranks_unpooled(start, 2, str(tmp_path), case, env=env) for _ in range(2)]

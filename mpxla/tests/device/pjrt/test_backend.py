@@ -421,6 +421,7 @@ def test_who_asks_for_cuda_hears_of_the_cpu(asked, platforms, expected, monkeypa
     assert all("finds none: this process runs on the CPU" in text for text in warned)
 
 
+@pytest.mark.slow
 def test_missing_devices():
     """One process asks for what the environment names, and for a platform."""
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from mpxla.tests.ranks.run import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 @torch.library.custom_op("mpxla_test::halves", mutates_args=())

@@ -213,6 +213,7 @@ def draw_twice():
     return found
 
 
+@pytest.mark.slow
 def test_random_operators_of_one_kind_differ_and_are_drawn_once():
     (found,) = run_ranks(draw_twice, 1, timeout_s=120)
     for name, runs in found.items():
