@@ -120,7 +120,9 @@ def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _shift_right(a: jax.Array, b: jax.Array) -> jax.Array:
     most = 8 * a.dtype.itemsize - 1
-    return jnp.right_shift(a, jnp.where((b < 0) | (b > most), most, b).astype(a.dtype))
+    is_out = (b < 0) | (b > most)
+    found = jnp.right_shift(a, jnp.where(is_out, most, b).astype(a.dtype))
+    return found if jnp.issubdtype(a.dtype, jnp.signedinteger) else jnp.where(is_out, 0, found)
 
 
 def _times(logarithm: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:

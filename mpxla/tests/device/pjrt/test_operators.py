@@ -52,6 +52,7 @@ def by_hand() -> list[Call]:
         (aten.__lshift__.Tensor, whole, torch.tensor([0, 1, 3])),
         (aten.__rshift__.Scalar, whole, 2),
         (aten.__rshift__.Tensor, whole, torch.tensor([0, 1, 70])),
+        *((aten.__rshift__.Scalar, torch.tensor([200, 1], dtype=torch.uint8), n) for n in (7, 8)),
         (aten._efficientzerotensor.default, (2, 3)),
         (aten.bartlett_window.default, 5),
         (aten.bartlett_window.periodic, 5, False),
