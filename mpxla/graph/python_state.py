@@ -233,7 +233,7 @@ class PythonState:
             try:
                 return self._found(capture)
             except CarriedError as error:
-                self._refill()
+                self._restart()
                 error.carry()
             finally:
                 self.contents.clear()  # parameters cannot move while a copy has weak references
@@ -247,7 +247,7 @@ class PythonState:
             except Exception as error:
                 if not self._followed:
                     raise
-                self._refill()
+                self._restart()
                 if isinstance(error, OfModelError):
                     self._of_model.add(error.name)
                     del self._followed[error.name]
@@ -277,20 +277,24 @@ class PythonState:
             goes_on = partial(_goes_on, lambda: capture(Counting()))
             is_cache = bool(numbers) and first.log.has_tensors and not goes_on()
             restore(first.log, first.outer)
-            self._refill()
+            self._restart()
             if is_cache:
                 self.stop_counting()
             else:
                 self._followed |= more
         return self._judged(capture(Counting()), lambda *a: capture(Counting(), *a))
 
-    def _refill(self) -> None:
-        """Gives containers what they held before captures."""
-        for container, content in reversed(self.contents):
+    def refill(self, start: int = 0) -> None:
+        """Gives containers what they held before captures, but for the first ones noted."""
+        for container, content in reversed(self.contents[start:]):
             refill(container, content)
+        del self.contents[start:]
+
+    def _restart(self) -> None:
+        """Before another capture: containers, and what is followed, are what they were."""
+        self.refill()
         for read in self._followed.values():  # numbers without values were read there
             read.give(read.value)
-        self.contents.clear()
 
     def _judged(
         self, first: Attempt, capture: Callable[..., Attempt]
@@ -334,7 +338,7 @@ class PythonState:
         if not any(map(first.log.is_read, computed)):
             return first, {n: replace(r, recorded=found[n]) for n, r in computed.items()}
         restore(first.log, first.outer)
-        self._refill()
+        self._restart()
         try:
             again = capture(computed)
         except Exception:  # of stand-ins, which Python needs the values of

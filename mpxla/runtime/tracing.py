@@ -32,7 +32,6 @@ from mpxla.graph.capture_sources import (
     random_numbers_noted,
 )
 from mpxla.graph.carried import settle
-from mpxla.graph.container_state import refill
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
@@ -201,15 +200,13 @@ class Tracing:
             return capture(counting, stand_ins, notes)
 
         def attempt(counting: Counting, records: Mapping[str, RecordRead] = {}) -> Attempt:
-            contents, num_before = self.state.contents, len(self.state.contents)
+            num_before = len(self.state.contents)
             while True:
                 try:
                     return attempt_once(counting, records)
                 except ThawedError as error:  # attributes are restored
                     thawed.update(error.names)
-                    for container, content in reversed(contents[num_before:]):
-                        refill(container, content)
-                    del contents[num_before:]
+                    self.state.refill(num_before)
 
         def attempt_once(counting: Counting, records: Mapping[str, RecordRead]) -> Attempt:
             if counting.names and known is None:
