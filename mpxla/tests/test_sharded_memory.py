@@ -173,7 +173,7 @@ def test_what_a_rank_holds(backend):
     for what, values in found.items():
         for value in values:
             if backend == "pjrt":
-                assert value == pytest.approx(CONFIGS[what][1], rel=0.05), what
+                assert value == pytest.approx(CONFIGS[what][1], rel=0.1), what
             else:  # torch_xla keeps what its last programs took, also of plain replicas
                 most = {"parameters": 0.6, "gradients": 0.8, "nothing": 1.1}[what]
                 assert value < most * found["nothing"][0], what

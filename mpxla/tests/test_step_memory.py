@@ -71,7 +71,7 @@ def test_gradients_exist_once_beside_their_sum(config, num_calls, limit):
     world = 2 if config else 1
     for held, peak in run_ranks(grown, world, step_peak, WIDTHS, config, num_calls, **on("pjrt")):
         print(f"{held / MODEL:.2f} models held, {peak / MODEL:.2f} at the peak")
-        assert held / MODEL == pytest.approx(2, abs=0.1)
+        assert held / MODEL == pytest.approx(2, abs=0.15)
         assert peak / MODEL < limit
 
 
