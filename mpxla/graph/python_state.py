@@ -345,11 +345,14 @@ class PythonState:
             again = None
         later = {} if again is None else {one.name: one for one in again.step.recorded}
         if again is None or later.keys() != found.keys() or not _is_same(first.step, again.step):
-            name = min(computed)
+            lost = computed.keys() if again is None else computed.keys() - later.keys()
+            names = sorted(lost or computed)
+            line = next(filter(None, map(first.log.line, names)), "")
+            hint = _SHORTENED if any(computed[name].is_more for name in names) else ""
             raise CaptureError(
-                f"The step function computes with {name}, and gives it a number that the model has "
-                f"computed{first.log.line(name)}, by which the next microbatch would go. Make it a "
-                f"buffer: register_buffer with a tensor, then self.name.copy_(value)."
+                f"The step function computes with {' or '.join(names)}, and gives it a number that "
+                f"the model has computed{line}, by which the next microbatch would go. Make it a "
+                f"buffer: register_buffer with a tensor, then self.name.copy_(value).{hint}"
             )
         first.log.warn(name for name in computed if not found[name].is_like(later[name]))
         records: dict[str, RecordRead] = {}
@@ -472,6 +475,12 @@ _COMPUTES = (
     "program, so that the number would stay. Count in a buffer (register_buffer with a tensor, "
     "then self.name += 1), by which it may compute and branch; or change it outside of the step "
     "function, or pass it as an argument."
+)
+
+
+_SHORTENED = (
+    " Where it only takes old numbers out of a list that is too long, make that a "
+    "collections.deque with a maxlen."
 )
 
 

@@ -183,6 +183,11 @@ class Deciding(nn.Module):
             h = h / (1 + sum(self.norms))
         elif self.kind == "compared" and self.ema > 1.5:
             h = 2 * h
+        if self.kind == "shortened":
+            self.norms.append(norm)
+            if len(self.norms) > 3:
+                del self.norms[0]
+            return h
         self.ema = 0.9 * self.ema + norm
         self.norms.append(norm)
         return h
@@ -203,16 +208,17 @@ def decide(kinds):
 
 
 @pytest.mark.parametrize(
-    "kinds", [["divided", "compared"], pytest.param(["summed"], marks=pytest.mark.slow)]
+    "kinds",
+    [["divided", "shortened"], pytest.param(["summed", "compared"], marks=pytest.mark.slow)],
 )
 def test_a_step_that_goes_by_what_it_has_left_is_refused_and_leaves_nothing(kinds):
     (found,) = run_ranks(decide, 1, kinds)
     assert [*found] == kinds
     for kind, (text, ema, norms) in found.items():
-        assert re.search(r"computes with model\.(ema|norms), and gives it a number that", text), (
-            kind
-        )
-        assert "test_recorded.py" in text and "register_buffer" in text
+        places = "model.norms" if kind == "shortened" else "model.ema or model.norms"
+        assert f"computes with {places}, and gives it a number that" in text
+        assert ("test_recorded.py" in text) == (kind != "shortened")
+        assert "register_buffer" in text and "deque with a maxlen" in text
         assert ema == 1.0 and norms == []
 
 
