@@ -108,7 +108,7 @@ def train(num_stages, functions):
     ],
 )
 def test_trains_as_plain_torch(num_stages, functions):
-    for found in run_ranks(train, num_stages, num_stages, functions):
+    for found in run_ranks(train, num_stages, num_stages, functions, timeout_s=300.0):
         for function, (losses, state) in zip(functions, found, strict=True):
             wanted, parameters = expected(function)
             name = function.__name__
