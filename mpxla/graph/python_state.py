@@ -345,8 +345,7 @@ class PythonState:
             again = None
         later = {} if again is None else {one.name: one for one in again.step.recorded}
         if again is None or later.keys() != found.keys() or not _is_same(first.step, again.step):
-            lost = computed.keys() if again is None else computed.keys() - later.keys()
-            names = sorted(lost or computed)
+            names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")
             hint = _SHORTENED if any(computed[name].is_more for name in names) else ""
             raise CaptureError(

@@ -50,8 +50,8 @@ def test_on_two_stages(name):
     compare(name, 2, STAGES)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gan", marks=slow), "one_optimizer"])
-@pytest.mark.slow
+@slow
+@pytest.mark.parametrize("name", ["gan", "one_optimizer"])
 def test_over_replicas_that_divide_updates(name):
     compare(name, 2, SHARDED)
 

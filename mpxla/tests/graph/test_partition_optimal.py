@@ -221,8 +221,8 @@ def large_program(num_nodes):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("counts", [None, pytest.param(range(64, 0, -1), marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("counts", [None, range(64, 0, -1)])
 def test_ten_thousand_nodes_and_sixty_four_stages(counts):
     program = large_program(10_000)
     arguments = (program.nodes, program.parameter_bytes, 64, 0.2, 1e-6)

@@ -69,10 +69,7 @@ def clip_in_other_ways(config):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "config"),
-    [
-        (2, {"pipeline_parallel_degree": 2}),
-        (2, {"shard_optimizer_state": True}),
-    ],
+    [(2, {"pipeline_parallel_degree": 2}), (2, {"shard_optimizer_state": True})],
 )
 def test_torchs_functions_see_what_belongs_to_the_model(world_size, config):
     plain = Tied()

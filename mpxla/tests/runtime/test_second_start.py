@@ -27,8 +27,8 @@ MLP, GPT = case_of("mlp", "2x2I"), parity.Case("gpt", 2, 4, "zero_bubble")
     ("case", "device"),
     [
         (MLP, "pjrt"),
-        pytest.param(MLP, "torch_xla", marks=[pytest.mark.torch_xla, pytest.mark.slow]),
-        pytest.param(GPT, "pjrt", marks=pytest.mark.slow),
+        pytest.param(MLP, "torch_xla", marks=pytest.mark.torch_xla),
+        (GPT, "pjrt"),
     ],
     ids=["mlp-pjrt", "mlp-torch_xla", "gpt-pjrt"],
 )
