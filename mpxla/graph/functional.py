@@ -1,42 +1,141 @@
-"""From a traced program to a functional one, without preparing operators that it does not have.
+"""From a traced program to a functional one, without running it again where that is not needed.
 
-`ExportedProgram.run_decompositions({})` keeps composite operators (`linear`, `layer_norm`) as they
-are. For that it registers kernels for every composite operator of torch and takes them away again
-(torch 2.9), which takes longer than all the rest for a small program. It also forgets from which
-module and line the operators under `torch.autocast` and `torch.no_grad` are; here they keep it.
+`ExportedProgram.run_decompositions({})` runs a program twice more, which takes longer than to trace
+it. A program without writes is functional but for operators that may give a view of an argument or
+a new tensor (`reshape`), or that write to tensors of their own (`dropout`). Those are replaced by
+what they do with these arguments, and the rest stays as it is.
+
+Other programs torch makes functional; composite operators (`linear`, `layer_norm`) stay as they are
+there too. For that it registers kernels for every composite operator of torch and takes them away
+again (torch 2.9), which takes longer than all the rest for a small program. It also forgets from
+which module and line the operators under `torch.autocast` and `torch.no_grad` are; here they keep
+it.
 """
 
 import contextlib
+import operator
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.export.exported_program as exported_program
+import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _is_preservable_cia_op  # pyright: ignore[reportPrivateUsage]
 from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnabled
 from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.fingerprint import layouts
 from mpxla.graph.normalize import has_writes
+from mpxla.graph.typed import arguments_of, origin_of, outputs_of, schema_of, target_of
 
 __all__ = ["functionalize"]
+
+_aten = torch.ops.aten
 
 
 def functionalize(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Makes a program functional; its composite operators stay.
 
     Args:
-        program: as `torch.export.export` gives it.
+        program: as `torch.export.export` gives it; it may be changed in place.
 
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
+    if _replace_undecided(program.graph, {}):
+        return program
     _read_tied_once(program)
     found = _composites(program.graph_module)
     limited = exchanged(exported_program, _collect_all_valid_cia_ops=lambda: found)
     with limited, _regions_with_origin():
         return program.run_decompositions({})
+
+
+def _replace_undecided(graph: fx.Graph, made: dict[Any, fx.Graph]) -> bool:
+    """Replaces operators that may share memory, or write to it; False if that takes more."""
+    *inputs_and_calls, _ = graph.nodes
+    if not all(_is_plain(node) for node in inputs_and_calls):
+        return False
+    calls = [node for node in inputs_and_calls if node.op == "call_function"]
+    written = [n for n in calls if n.target is not operator.getitem and schema_of(n).is_mutable]
+    if any(node.target is not _aten.detach_.default for node in written):
+        return False
+    undecided = [n for n in calls if _is_undecided(n.target)]
+    found = [(node, _made_of(node, made)) for node in undecided]
+    if any(has_writes(parts) or _writes_inputs(parts) for _, parts in found):
+        return False
+    for node in written:  # what comes later uses its result, not what it has detached
+        node.target = _aten.detach.default
+    for node, parts in found:
+        _replace(graph, node, parts)
+    graph.eliminate_dead_code()
+    return True
+
+
+def _replace(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
+    inputs = zip(parts.find_nodes(op="placeholder"), node.all_input_nodes, strict=True)
+    copies = dict[fx.Node, fx.Node](inputs)
+    with graph.inserting_before(node):
+        result, *_ = cast(list[Any], graph.graph_copy(parts, copies))
+    origin = origin_of(node, "custom")
+    for part, copy in copies.items():
+        if part.op == "call_function":
+            copy.meta = {**origin, "val": part.meta["val"]}
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):  # each takes one of several results
+            user.replace_all_uses_with(result[arguments_of(user)[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node has no region, and gives tensors in dense memory, of sizes that are known."""
+    is_known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    tensors = [v for v in pytree.tree_leaves(node.meta.get("val")) if v is not None]
+    return (is_known or node.op == "placeholder") and all(
+        isinstance(v, torch.Tensor)
+        and v.layout is torch.strided
+        and not v._has_symbolic_sizes_strides
+        for v in tensors
+    )
+
+
+def _is_undecided(target: Any) -> bool:
+    if target is operator.getitem or _is_preservable_cia_op(target):
+        return False
+    return target is _aten.lift_fresh_copy.default or target._can_decompose()
+
+
+def _made_of(node: fx.Node, made: dict[Any, fx.Graph]) -> fx.Graph:
+    """What a node does as a functional graph of its tensors, with the new values of those."""
+    inputs = node.all_input_nodes
+    values = [n.meta["val"] for n in inputs]
+    places = {n: i for i, n in enumerate(inputs)}
+    arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{places[n]}")
+    kinds = [(v.shape, v.dtype) for v in values]
+    key = node.target, repr((arguments, kinds, layouts(values)))
+    if key not in made:
+
+        def run(*values: torch.Tensor) -> list[Any]:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[places[n]])
+            return [target_of(node)(*args, **kwargs), *values]
+
+        # By torch's Python decompositions, as elsewhere: a dropout is one operator, not three.
+        with torch.no_grad(), enable_python_dispatcher():
+            made[key] = make_fx(dispatch_functionalize(run))(*values).graph
+    return made[key]
+
+
+def _writes_inputs(graph: fx.Graph) -> bool:
+    """Whether arguments have other values afterwards (those of a batch norm's statistics)."""
+    return outputs_of(graph)[1:] != graph.find_nodes(op="placeholder")
 
 
 def _read_tied_once(program: torch.export.ExportedProgram) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.export.exported_program as exported_program
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.graph.functional import functionalize
@@ -54,6 +55,118 @@ def test_program_is_that_of_all_of_torch():
     kept = {str(node.target) for node in limited.graph.nodes}
     assert {"aten.linear.default", "aten.layer_norm.default", "aten.softplus.default"} <= kept
     assert len(limited.graph_signature.buffers_to_mutate) == 3
+
+
+class Plain(nn.Module):
+    """Calls a function of a tensor; its weight is there for functions that need gradients."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.rand(4, 8))
+
+    def forward(self, x):
+        return self.function(self.weight * x), self.weight.sum()
+
+
+def views(x):
+    first, second = x.chunk(2, dim=-1)
+    twice = x.to(torch.float32) + x.to(torch.float64).to(torch.float32).contiguous()
+    turned = x.transpose(1, 2).reshape(3, 32).view_as(x).type_as(x)
+    return first * second.flatten(1).reshape(3, 4, 4), twice + turned, x.movedim(0, 1).reshape(-1)
+
+
+def same_twice(x):
+    """Alike but for what an argument is, and for an argument."""
+    y, z = x.transpose(1, 2).contiguous(), x.contiguous()
+    return y.reshape(3, 32), z.reshape(3, 32), y.reshape(96), y.double().reshape(96)
+
+
+def drops(x):
+    dropped = [F.dropout(x, 0.5), F.dropout(x, 0.5, False), F.dropout(x, 0.0)]
+    return [*dropped, F.alpha_dropout(x, 0.3), F.feature_alpha_dropout(x, 0.3)]
+
+
+def constants(x):
+    scale = torch.tensor([0.5] * 8)
+    torch.arange(4)  # goes, as nothing needs it
+    return x * scale + torch.tensor(2.0), x.new_tensor([1.0]), x[torch.tensor([0, 1])]
+
+
+def several_results(x):
+    largest, places = x.topk(3)
+    rows = torch.tensor_split(x, (1, 3), dim=1)
+    return largest.sum(), places, rows[1] @ rows[1].mT, torch.unsafe_chunk(x, 2, -1)[1]
+
+
+def in_regions_of_none(x):
+    return F.batch_norm(x, None, None, training=True), F.instance_norm(x), x.clone().detach_() * x
+
+
+PLAIN = [views, same_twice, drops, constants, several_results, in_regions_of_none]
+
+
+@pytest.mark.parametrize("function", PLAIN)
+def test_without_writes_nothing_runs_again(function, monkeypatch):
+    program = torch.export.export(Plain(function), (torch.randn(3, 4, 8),), strict=False)
+    full = program.run_decompositions({})
+    monkeypatch.delattr(torch.export.ExportedProgram, "run_decompositions")
+    made = functionalize(program)
+    assert operators(made) == operators(full)
+    assert made.graph_signature.input_specs == full.graph_signature.input_specs
+    values = [torch.randn(3, 4, 8)]
+    results = [run(p, values) for p in (made, full)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def run(program, values):
+    """What a program gives for some inputs, with the same random numbers every time."""
+    torch.manual_seed(1)
+    return program.module()(*values)
+
+
+def operators(program):
+    """What a program computes, whatever its nodes are called, with shapes; and from which lines.
+
+    Torch's own is below autograd, and does not tell of `detach_`; checks are not computed.
+    """
+    numbers, found = {}, []
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.detach.default:
+            numbers[node] = numbers[node.args[0]]
+            continue
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            continue
+        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        shapes = [getattr(v, "shape", None) for v in pytree.tree_leaves(node.meta.get("val"))]
+        line = (node.meta.get("stack_trace") or "").strip()
+        found.append((node.op, str(node.target), str(arguments), shapes, line))
+        numbers[node] = len(found)
+    return [line for line in found if line[0] != "placeholder"]
+
+
+WITH_MORE = {
+    "writes": lambda x: x.add_(1.0),
+    "statistics": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
+    "regions": lambda x: torch.autocast("cpu", dtype=torch.bfloat16)(torch.mm)(x[0], x[0].mT),
+}
+
+
+@pytest.mark.parametrize("name", WITH_MORE)
+def test_programs_with_more_are_those_of_torch(name, monkeypatch):
+    calls = []
+    original = torch.export.ExportedProgram.run_decompositions
+
+    def counted(self, *args):
+        calls.append(self)
+        return original(self, *args)
+
+    program = torch.export.export(Plain(WITH_MORE[name]), (torch.randn(3, 4, 8),), strict=False)
+    full = program.run_decompositions({})
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", counted)
+    made = functionalize(program)
+    assert len(calls) == 1
+    assert text(made) == text(full)
 
 
 def test_only_operators_of_the_program_are_prepared(monkeypatch):
