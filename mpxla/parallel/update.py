@@ -38,8 +38,8 @@ from mpxla.parallel.update_state import (
     counts_of,
     idles_without_gradients,
     share_counters,
+    start_from_zeros,
     starts_from_zeros,
-    zeros_for,
 )
 from mpxla.stage.making import graphs_made_quickly
 from mpxla.stage.spec import TensorSpec
@@ -261,15 +261,8 @@ class CompiledUpdate:
             self._starts[dtype] = starts_from_zeros(self._optimizer, dtype)
         if any(self._starts[parameter.dtype] is None for parameter in new):
             return False  # the inner optimizer makes the state in a step of its own
-        for parameter in new:
-            like = {
-                key: zeros_for(start, parameter)
-                for key, start in (self._starts[parameter.dtype] or {}).items()
-            }
-            if not like:
-                continue
-            uploaded = self._backend.publish(self._backend.put(list(like.values()), owned=True))
-            states[parameter] = dict(zip(like, uploaded, strict=True))
+        starts = {p: self._starts[p.dtype] or {} for p in new}
+        start_from_zeros(states, starts, self._backend)
         share_counters(states, new, self._backend, self._counts)
         return True
 

@@ -12,18 +12,24 @@ import torch
 from mpxla.device.backend import Backend
 from mpxla.parallel.update_trace import clone_optimizer
 from mpxla.python_random import python_random_kept
+from mpxla.stage.spec import TensorSpec
 
 __all__ = [
     "counts_of",
     "dtypes_of_start",
     "idles_without_gradients",
     "share_counters",
+    "start_from_zeros",
     "starts_from_zeros",
-    "zeros_for",
 ]
 
 _VALUES = (0.3, -0.7, 1.1, 0.9, -0.2, 0.4)
 """Of parameters on which optimizers are tried."""
+
+_LARGE = 1 << 16
+"""Bytes from which zeros are made by a program. The first update takes their memory for what it
+computes, and not that of PyTorch's tensors, beside which it would have as much again. (The program
+compiles longer the more tensors it makes, so it makes no small ones.)"""
 
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
@@ -65,11 +71,33 @@ def counts_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0)
 
 
-def zeros_for(start: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What a parameter's state starts from, on the host; see `starts_from_zeros`."""
+def start_from_zeros(
+    states: dict[torch.Tensor, dict[str, Any]],
+    new: Mapping[torch.Tensor, Mapping[str, torch.Tensor]],
+    backend: Backend,
+) -> None:
+    """Gives new parameters the state that they start from.
+
+    Args:
+        states: of all parameters.
+        new: for each, what a vector's state is like; see `starts_from_zeros`.
+        backend: of the device.
+    """
+    found = [(p, key, _spec_of_start(v, p)) for p, like in new.items() for key, v in like.items()]
+    states |= {parameter: dict.fromkeys(like) for parameter, like in new.items() if like}
+    large = [entry for entry in found if entry[2].num_bytes >= _LARGE]
+    small = [entry for entry in found if entry[2].num_bytes < _LARGE]
+    values = [torch.zeros(spec.shape, dtype=spec.dtype) for _, _, spec in small]
+    buffers = backend.zeros([spec for _, _, spec in large]) + backend.put(values, owned=True)
+    published = backend.publish(buffers)
+    for (parameter, key, _), value in zip(large + small, published, strict=True):
+        states[parameter][key] = value
+
+
+def _spec_of_start(start: torch.Tensor, parameter: torch.Tensor) -> TensorSpec:
     if start.dim():
-        return torch.zeros(parameter.shape, dtype=start.dtype)
-    return torch.zeros((), dtype=torch.float32 if start.dtype == parameter.dtype else start.dtype)
+        return TensorSpec(tuple(parameter.shape), start.dtype)
+    return TensorSpec((), torch.float32 if start.dtype == parameter.dtype else start.dtype)
 
 
 def dtypes_of_start(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:

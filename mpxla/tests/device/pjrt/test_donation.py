@@ -100,6 +100,23 @@ def test_results_take_the_memory_of_parameters_and_state(backend):
     assert program._call.memory_analysis().alias_size_in_bytes >= 6 * SIZE * 4
 
 
+def test_the_first_update_takes_the_memory_of_the_zeros_it_starts_from(backend, monkeypatch):
+    parameters, optimizer = make()
+    original, made = backend.zeros, []
+
+    def zeros(specs):
+        made.extend(original(specs))
+        return list(made)
+
+    monkeypatch.setattr(backend, "zeros", zeros)
+    update = CompiledUpdate(optimizer, backend)
+    for p in parameters:
+        p.grad = torch.ones(SIZE)
+    update.step()
+    assert len(made) == 4 and all(array.is_deleted() for array in made)
+    assert [*optimizer.state[parameters[0]]] == ["step", "exp_avg", "exp_avg_sq"]
+
+
 def test_a_tensor_of_the_state_keeps_its_numbers_and_a_view_of_a_parameter_follows(backend):
     parameters, optimizer = make()
     update, held, copies, views = CompiledUpdate(optimizer, backend), [], [], []
