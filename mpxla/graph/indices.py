@@ -7,7 +7,7 @@ the programs: two more results, the least and the greatest.
 This module must not know how a step is run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,18 +84,22 @@ class InputIndices:
     compute: Callable[..., Sequence[torch.Tensor]]
     uses: tuple[IndexUse, ...]
 
-    def problem(self, tensors: Mapping[int, torch.Tensor]) -> tuple[int, str] | None:
-        """(first of the leaves that lead there, what is wrong), or None.
+    def problem(self, microbatches: Iterable[Iterable[torch.Tensor]]) -> tuple[int, str] | None:
+        """(place of the first microbatch with a wrong index, what is wrong with it), or None.
 
-        Tensors are those of one microbatch on the host, by position among its leaves.
+        Of each microbatch, of which there is one at least, the tensors of `leaves` on the host.
         """
         with torch.no_grad():
-            indices = self.compute(*(tensors[leaf] for leaf in self.leaves))
-        for use, values in zip(self.uses, indices, strict=True):
-            low, high = use.extremes(values).tolist()
-            text = use.problem(low, high)
-            if text is not None:
-                return self.leaves[0], text
+            made = [self.compute(*tensors) for tensors in microbatches]
+        for use, *indices in zip(self.uses, *made, strict=True):
+            # All at once: of small ones most time goes into starting operators.
+            together = torch.cat([values.flatten() for values in indices])
+            if use.problem(*use.extremes(together).tolist()) is None:
+                continue
+            for number, values in enumerate(indices):
+                text = use.problem(*use.extremes(values).tolist())
+                if text is not None:
+                    return number, text
         return None
 
 

@@ -5,7 +5,7 @@ Indices that are made inside come back as results of the step, and every rank lo
 step has run. This module must not know how a graph is searched for them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -48,25 +48,22 @@ class IndexChecks:
         self._backend.adopt(
             [t for leaves in tensors.values() for t in leaves if t.device.type != "cpu"]
         )
-        for microbatch, leaves in tensors.items():
-            for leaf, text in self._problems(leaves):
-                path = signature.tensor_paths[leaf]
+        for check in self._inputs:
+            there = {m: [leaves[i] for i in check.leaves] for m, leaves in tensors.items()}
+            seen = [m for m, values in there.items() if all(map(self._is_looked_at, values))]
+            found = seen and check.problem(map(self._backend.view, there[m]) for m in seen)
+            if found:
+                number, text = found
+                path = signature.tensor_paths[check.leaves[0]]
                 return (
-                    f"{signature.function}: argument {path}, microbatch {microbatch}, holds {text}."
-                    f" The step has not run. Correct the data (check_indices: False turns this "
-                    f"check off)."
+                    f"{signature.function}: argument {path}, microbatch {seen[number]}, holds "
+                    f"{text}. The step has not run. Correct the data (check_indices: False turns "
+                    f"this check off)."
                 )
         return None
 
-    def _problems(self, leaves: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
-        for check in self._inputs:
-            needed = {leaf: leaves[leaf] for leaf in check.leaves}
-            is_there = map(self._backend.is_on_device, needed.values())
-            if not self._backend.is_host and any(is_there):
-                continue
-            found = check.problem({leaf: self._backend.view(t) for leaf, t in needed.items()})
-            if found is not None:
-                yield found
+    def _is_looked_at(self, tensor: torch.Tensor) -> bool:
+        return self._backend.is_host or not self._backend.is_on_device(tensor)
 
     def problem_of_results(
         self, function: str, microbatches: Sequence[int], fetch: Callable[[int], list[torch.Tensor]]

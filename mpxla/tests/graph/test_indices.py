@@ -58,8 +58,11 @@ def capture_all():
 
 
 def complaint(step, tensors):
-    leaves = dict(enumerate(tensors))
-    return next((p for p in (c.problem(leaves) for c in indices_of_inputs(step)) if p), None)
+    for check in indices_of_inputs(step):
+        found = check.problem([[tensors[leaf] for leaf in check.leaves]])
+        if found is not None:
+            return check.leaves[0], found[1]
+    return None
 
 
 def refuses(function, values):
@@ -79,8 +82,10 @@ def test_what_pytorch_refuses_is_refused():
             values.view(-1)[-1] = value
             values[(0, -1) if leaf.shape == (2, 3) else -1] = value
             expected = refuses(function, values)
-            found = checks[place,].problem({place: values})
+            found = checks[place,].problem([[torch.zeros_like(values)], [values]])
             assert (found is not None) == expected, (name, value, found)
+            zero_is_right = not refuses(function, torch.zeros_like(values))
+            assert found is None or found[0] == zero_is_right, "the microbatch"
             assert found is None or f"index {value}, and aten." in found[1]
             outcomes.add(expected)
         assert outcomes == {True, False}, f"the values tell nothing about {name}"
@@ -132,7 +137,7 @@ def test_values_of_parameters_floats_and_masks_are_left_to_the_programs():
     assert len(find_index_uses(step)) == 3
     (check,) = indices_of_inputs(step)
     assert check.leaves == (1,)
-    assert check.problem({1: torch.ones(2, 9, dtype=torch.bool)}) is not None
+    assert check.problem([[torch.ones(2, 9, dtype=torch.bool)]]) is not None
     before = len(step.outputs)
     more = with_extremes(step)
     assert len(more.outputs) == before + 3
