@@ -28,6 +28,7 @@ from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mpxla.graph.casts import active_autocast
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.fingerprint import layouts
 from mpxla.graph.normalize import has_writes
@@ -47,7 +48,8 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
-    if _replace_undecided(program.graph, {}):
+    # In a region of the caller's, torch casts arguments while the program runs again.
+    if not active_autocast() and _replace_undecided(program.graph, {}):
         return program
     _read_tied_once(program)
     found = _composites(program.graph_module)

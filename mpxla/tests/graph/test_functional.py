@@ -169,6 +169,18 @@ def test_programs_with_more_are_those_of_torch(name, monkeypatch):
     assert text(made) == text(full)
 
 
+def test_the_callers_autocast_casts():
+    def multiplied(x):
+        return x @ x.mT
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = torch.export.export(Plain(multiplied), (torch.randn(3, 4, 8),), strict=False)
+        made = functionalize(program)
+    (product,) = made.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    for argument in product.args:
+        assert argument.meta["val"].dtype is torch.bfloat16
+
+
 def test_only_operators_of_the_program_are_prepared(monkeypatch):
     prepared = []
     override = exported_program._override_composite_implicit_decomp
