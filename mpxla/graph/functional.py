@@ -32,7 +32,7 @@ from mpxla.graph.casts import active_autocast
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.fingerprint import layouts
 from mpxla.graph.normalize import has_writes
-from mpxla.graph.typed import arguments_of, origin_of, outputs_of, schema_of, target_of
+from mpxla.graph.typed import arguments_of, input_of, origin_of, outputs_of, schema_of, target_of
 
 __all__ = ["functionalize"]
 
@@ -49,7 +49,7 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
         The program without writes into tensors, except as outputs of its signature.
     """
     # In a region of the caller's, torch casts arguments while the program runs again.
-    if not active_autocast() and _replace_undecided(program.graph, {}):
+    if not active_autocast() and _replace_undecided(program.graph_module, {}):
         return program
     _read_tied_once(program)
     found = _composites(program.graph_module)
@@ -58,21 +58,22 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
         return program.run_decompositions({})
 
 
-def _replace_undecided(graph: fx.Graph, made: dict[Any, fx.Graph]) -> bool:
+def _replace_undecided(module: fx.GraphModule, made: dict[Any, fx.Graph]) -> bool:
     """Replaces operators that may share memory, or write to it; False if that takes more."""
-    *inputs_and_calls, _ = graph.nodes
-    if not all(_is_plain(node) for node in inputs_and_calls):
+    if not _is_plain(module):
         return False
-    calls = [node for node in inputs_and_calls if node.op == "call_function"]
-    written = [n for n in calls if n.target is not operator.getitem and schema_of(n).is_mutable]
-    if any(node.target is not _aten.detach_.default for node in written):
-        return False
+    _open_regions(module)
+    graph = module.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    written = [n for n in calls if _is_mutable(n)]
     undecided = [n for n in calls if _is_undecided(n.target)]
     found = [(node, _made_of(node, made)) for node in undecided]
     if any(has_writes(parts) or _writes_inputs(parts) for _, parts in found):
         return False
     for node in written:  # what comes later uses its result, not what it has detached
         node.target = _aten.detach.default
+        if input_of(node).target is _aten.lift_fresh_copy.default:  # a constant
+            node.replace_all_uses_with(input_of(node))
     for node, parts in found:
         _replace(graph, node, parts)
     graph.eliminate_dead_code()
@@ -88,25 +89,72 @@ def _replace(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
     for part, copy in copies.items():
         if part.op == "call_function":
             copy.meta = {**origin, "val": part.meta["val"]}
+    _replace_by(graph, node, result)
+
+
+def _replace_by(graph: fx.Graph, node: fx.Node, result: Any) -> None:
+    """Lets users of a node have another one, or one of several results."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:
-        for user in list(node.users):  # each takes one of several results
+        for user in list(node.users):
             user.replace_all_uses_with(result[arguments_of(user)[1]])
             graph.erase_node(user)
     graph.erase_node(node)
 
 
-def _is_plain(node: fx.Node) -> bool:
-    """Whether a node has no region, and gives tensors in dense memory, of sizes that are known."""
-    is_known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+def _is_plain(module: fx.GraphModule) -> bool:
+    """Whether a program has no writes, no regions with casts, and tensors of sizes it knows."""
+    return all(_is_plain_node(module, node) for node in module.graph.nodes)
+
+
+def _is_plain_node(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "output":
+        return True
+    if node.op == "get_attr":
+        body = getattr(module, str(node.target), None)
+        return isinstance(body, fx.GraphModule) and _is_plain(body)
+    is_call = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    if not (is_call or node.op == "placeholder" or _body_place(node) is not None):
+        return False
+    if is_call and _is_mutable(node) and node.target is not _aten.detach_.default:
+        return False
     tensors = [v for v in pytree.tree_leaves(node.meta.get("val")) if v is not None]
-    return (is_known or node.op == "placeholder") and all(
+    return all(
         isinstance(v, torch.Tensor)
         and v.layout is torch.strided
-        and not v._has_symbolic_sizes_strides
+        and not (v._has_symbolic_sizes_strides or v.is_conj() or v.is_neg())
         for v in tensors
     )
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return node.target is not operator.getitem and schema_of(node).is_mutable
+
+
+def _body_place(node: fx.Node) -> int | None:
+    """Where a region without casts has its body among its arguments; its inputs come after it."""
+    if isinstance(node.target, WrapWithSetGradEnabled):
+        return 1
+    if isinstance(node.target, WrapWithAutocast) and arguments_of(node)[2] is False:
+        return 4
+    return None
+
+
+def _open_regions(module: fx.GraphModule) -> None:
+    """Replaces regions by what is in them; `keep_gradient_barriers` tells of their gradients."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        place = _body_place(node)
+        if place is None:
+            continue
+        body_name, *inputs = arguments_of(node)[place:]
+        body = cast(fx.GraphModule, getattr(module, str(body_name.target)))
+        _open_regions(body)
+        copies = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        with graph.inserting_before(node):
+            _replace_by(graph, node, graph.graph_copy(body.graph, copies))
+        graph.erase_node(body_name)
 
 
 def _is_undecided(target: Any) -> bool:
