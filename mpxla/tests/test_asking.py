@@ -193,6 +193,7 @@ def linear():
     return nn.Linear(4, 4)
 
 
+@pytest.mark.slow
 def test_what_no_question_can_tell():
     cases = [(linear, run_for_ever), (linear, take_two_ways), (linear, take_the_value)]
     (texts,) = run_ranks(refused_with_small_limits, 1, cases)
@@ -221,6 +222,7 @@ def evaluate():
     return [list(row) for row in zip([v.item() for v in loss.outputs], turns, way, strict=True)]
 
 
+@pytest.mark.slow
 def test_evaluation_steps_ask_too():
     model = raw_model().eval()
     parts = zip(*(value.split(3) for value in batch(0)), strict=True)

@@ -546,7 +546,7 @@ def train_scaled_plainly():
     ("config", "num_ranks", "kind"),
     [
         ({"ddp": True, "fp16": True}, 2, "key"),
-        ({"pipeline_parallel_degree": 2}, 2, "smp"),
+        pytest.param({"pipeline_parallel_degree": 2}, 2, "smp", marks=pytest.mark.slow),
         pytest.param({"ddp": True, "shard_optimizer_state": True}, 2, "torch",
                      marks=pytest.mark.slow),
         pytest.param({"ddp": True, "pipeline_parallel_degree": 2, "fp16": True}, 4, "key",

@@ -87,6 +87,7 @@ def train_on_two_lengths():
     return losses, compiled, [line for line in log.lines if "compiled step function" in line]
 
 
+@pytest.mark.slow
 def test_a_second_length_compiles_once_and_says_what_changed():
     results = run_ranks(train_on_two_lengths, 2, timeout_s=120)
     model = Plain(seeded(Gpt), 2)

@@ -64,6 +64,7 @@ def test_ranks_are_divided_between_stages_and_tensors():
     assert "--devices with a factory needs --search" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_given_beside_the_number_of_ranks_is_kept():
     factory, search = "mpxla.tests.cli.factories:pairs", ("--microbatches", "2", "--search")
     done = plan(factory, "--devices", "4", "--tp", "2", *search)

@@ -148,7 +148,16 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize("act", FINE.values(), ids=FINE)
+QUICK = ("attention", "norm of heads", "rows", "of all", "elements")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(act, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name, act in FINE.items()
+    ],
+)
 def test_what_computes_by_columns_or_heads_is_right(act):
     ranks, programs = lowered(act)
     (loss, gradients), (_, other) = in_threads(train_once, ranks, programs, [[value()]] * 2)

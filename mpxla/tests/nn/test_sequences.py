@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gpt2")) for n in MODELS]
 )
 def test_loss_and_gradients_of_parts(name):
     whole = built(name)
@@ -75,6 +75,7 @@ def kept_bytes(*key):
     return sum(spec.num_bytes for spec in lowered_rank(*key).saved_specs)
 
 
+@pytest.mark.slow
 def test_activations_of_a_rank():
     """What further blocks keep is 1 / ranks of what they keep on one rank, within a tenth."""
 

@@ -259,6 +259,7 @@ TWO_STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
             ["InGroups", "ByParameter", "ById"],
             5,
             id="divided",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -210,6 +210,7 @@ def test_cause_is_named_even_if_a_consequence_came_first():
     assert "  rank 0: PeerFailure: rank 1 raised ValueError: bad" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_timeout_shows_stacks():
     with pytest.raises(RankError, match="sleep_here timed out after 4 s on rank 1 of 2") as caught:
         run_ranks(sleep_here, 2, 1, timeout_s=4)
