@@ -114,7 +114,8 @@ def train(keys, options=(), num_steps=NUM_STEPS, counts=False):
 
 
 @pytest.mark.parametrize(
-    ("stages", "has_norm"), [(2, True), pytest.param(1, False, marks=pytest.mark.slow)]
+    ("stages", "has_norm"),
+    [(2, False), *(pytest.param(n, n == 2, marks=pytest.mark.slow) for n in (1, 2))],
 )
 def test_branches_on_values_of_the_model(stages, has_norm):
     expected, parameters = train_plainly([has_norm])

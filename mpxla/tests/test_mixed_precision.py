@@ -171,6 +171,7 @@ def test_bf16_trains_as_plain_pytorch_with_masters(config, num_ranks):
         assert not transfers or activations
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_is_trained_as_with_the_key():
     keyed = run_ranks(train_bf16, 1, {"bf16": True, "microbatches": 4}, 3)
     own = run_ranks(train_bf16, 1, {"microbatches": 4}, 3, True)

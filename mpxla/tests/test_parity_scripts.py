@@ -294,10 +294,7 @@ SCRIPTS = {
 }
 
 
-QUICK = (
-    *("recurrent", "checkpointed", "assigning", "sparse", "divergence", "adversaries"),
-    *("compiled", "clamping"),
-)
+QUICK = ("recurrent", "checkpointed", "assigning", "sparse", "divergence", "compiled", "clamping")
 
 
 @pytest.mark.parametrize(

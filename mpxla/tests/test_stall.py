@@ -177,5 +177,6 @@ def test_what_makes_no_progress_ends_the_job(tmp_path, kind, what):
         assert what in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_only_late_is_waited_for():
     assert run_ranks(stay_away, 2, 60.0, None, timeout_s=120) == [None, None]

@@ -261,6 +261,7 @@ def test_nobody_is_silent_after_the_whole_machine_was_stopped(monkeypatch):
         assert [line.failure for line in lines] == [None, None]
 
 
+@pytest.mark.slow
 def test_leaving_waits_for_a_rank_that_fell_silent(monkeypatch):
     monkeypatch.setattr(pulse, "_LEAST_SILENCE_S", 1.0)
     monkeypatch.setattr(lifeline_server, "_NOTICEABLE_S", 0.3)

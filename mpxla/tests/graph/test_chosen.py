@@ -334,9 +334,10 @@ def classes_in_turn(m, h, y):
     return total
 
 
-FUNCTIONS = [labels_chosen_twice, places, experts_by_masks]
+FUNCTIONS = [labels_chosen_twice, experts_by_masks]
 MORE = [
     *(
+        places,
         writes,
         asked,
         first_rows,
@@ -461,9 +462,8 @@ def how_many_there_were(m, h, y):
     return total / max(count, 1)
 
 
-@pytest.mark.parametrize(
-    "function", [of_each_row_as_many, pytest.param(how_many_there_were, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [of_each_row_as_many, how_many_there_were])
 def test_as_few_values_as_will_do(function):
     model, step, known = capture(function)
     assert known is not None and known.decide_sizes == (function is of_each_row_as_many)

@@ -111,7 +111,9 @@ def frozen():
         pytest.param(
             lambda kept: captured(kept, Model(constant=3.0)), id="constant", marks=pytest.mark.slow
         ),
-        pytest.param(lambda kept: captured(kept, Model().eval()), id="mode"),
+        pytest.param(
+            lambda kept: captured(kept, Model().eval()), id="mode", marks=pytest.mark.slow
+        ),
         pytest.param(lambda kept: captured(kept, frozen()), id="frozen", marks=pytest.mark.slow),
         pytest.param(lambda kept: captured(kept, Model().double()), id="dtype"),
     ],

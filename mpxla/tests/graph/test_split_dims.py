@@ -71,7 +71,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("operator", REFUSED)
+@pytest.mark.parametrize(
+    "operator",
+    [pytest.param(o, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, o in enumerate(REFUSED)],
+)
 def test_what_mixes_columns_is_refused(operator):
     name = operator.partition(" ")[0]
     with pytest.raises(CaptureError, match=rf"^{name} in .* has a part, so that it would not see"):

@@ -63,6 +63,7 @@ def test_collectives_of_a_block():
     assert of_blocks(True) == [halves, {**halves, "all_reduce": 2}]
 
 
+@pytest.mark.slow
 def test_lengths_that_do_not_divide_stay_whole():
     (rank, _) = distributed(lambda: built("llama"), 2)
     odd = some_words()[:, :7]

@@ -116,9 +116,7 @@ MODELS = {
 }
 
 
-FAST = ("llama", "gpt2")
-"""The others are their relatives, or take long."""
-EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in MODELS]
+EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS]
 
 
 def built(name):
@@ -316,6 +314,7 @@ def test_parts_that_are_switched_off_stay_whole():
     assert any(".layers.1." in name for name in ranks[0].shards)
 
 
+@pytest.mark.slow
 def test_models_of_images():
     """A class token and a patch convolution stay whole, and blocks are split."""
 

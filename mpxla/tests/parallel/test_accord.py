@@ -147,7 +147,10 @@ def error_of(function, *args):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("layers", "gather or scatter other parameters in this call than rank 0"),
+        pytest.param(
+            *("layers", "gather or scatter other parameters in this call than rank 0"),
+            marks=pytest.mark.slow,
+        ),
         ("plain", "trains other parameters in this step than another"),
         pytest.param(
             *("norm", "exchanges other values with its replicas inside of this step"),

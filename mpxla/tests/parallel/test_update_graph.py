@@ -227,12 +227,17 @@ def test_a_second_start_traces_nothing(kind, traced, tmp_path):
     "other",
     [
         lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.2),
-        lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, betas=(0.8, 0.99)),
-        lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, maximize=True),
         lambda ps: optim.AdamW([{"params": ps[:2], "eps": 0.1}, {"params": ps[2:]}], lr=0.1),
-        lambda ps: optim.AdamW(ps[:-1], lr=0.1, weight_decay=0.1),
-        lambda ps: optim.AdamW(ps[::-1], lr=0.1, weight_decay=0.1),
         lambda ps: optim.Adam(ps, lr=0.1, weight_decay=0.1),
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in (
+                lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, betas=(0.8, 0.99)),
+                lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, maximize=True),
+                lambda ps: optim.AdamW(ps[:-1], lr=0.1, weight_decay=0.1),
+                lambda ps: optim.AdamW(ps[::-1], lr=0.1, weight_decay=0.1),
+            )
+        ),
     ],
 )
 def test_other_updates_are_not_mistaken_for_kept_ones(other, traced, tmp_path):

@@ -81,7 +81,9 @@ def run_on(spec, model, lowered, shards, ids, transport):
     return outputs[0], dict(zip(spec.trained, found, strict=False)), shards
 
 
-@pytest.mark.parametrize("keeps_whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize(
+    "keeps_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["parts", "whole"]
+)
 def test_gradients_are_means_over_the_group(keeps_whole):
     model = build()
     batches = batch_of(0, 1).chunk(2)
