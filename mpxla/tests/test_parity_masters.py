@@ -233,7 +233,7 @@ LONG = [
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case.passes > 1)) for case in CASES],
+    [pytest.param(case, marks=[pytest.mark.slow] * (not case.is_sharded)) for case in CASES],
     ids=str,
 )
 def test_masters_train_as_those_of_one_process(case):

@@ -147,6 +147,7 @@ def evaluate_and_train():
     return logits, compiled, kept, model.state_dict()
 
 
+@pytest.mark.slow
 def test_evaluation_comes_first_and_between_training_steps():
     first = seeded(with_dropout).eval()(image_batches()[0]["x"]).detach()
     for logits, compiled, kept, state in run_ranks(evaluate_and_train, 2, timeout_s=120):

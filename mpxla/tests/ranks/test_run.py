@@ -187,6 +187,7 @@ def test_who_names_the_usual_backend_gets_the_usual_processes():
     assert not set(run_ranks(process_id, 2, env={"MPXLA_DEVICE": "eager"})) & set(usual)
 
 
+@pytest.mark.slow
 def test_first_failing_rank_is_named_and_all_output_is_shown():
     before = run_ranks(process_id, 2)
     start = time.monotonic()
