@@ -114,7 +114,8 @@ def train(keys, options=(), num_steps=NUM_STEPS, counts=False):
 
 
 @pytest.mark.parametrize(
-    ("stages", "has_norm"), [(2, True), pytest.param(1, False, marks=pytest.mark.slow)]
+    ("stages", "has_norm"),
+    [(2, False), *(pytest.param(n, n == 2, marks=pytest.mark.slow) for n in (1, 2))],
 )
 def test_branches_on_values_of_the_model(stages, has_norm):
     expected, parameters = train_plainly([has_norm])
@@ -193,6 +194,7 @@ def linear():
     return nn.Linear(4, 4)
 
 
+@pytest.mark.slow
 def test_what_no_question_can_tell():
     cases = [(linear, run_for_ever), (linear, take_two_ways), (linear, take_the_value)]
     (texts,) = run_ranks(refused_with_small_limits, 1, cases)
@@ -221,6 +223,7 @@ def evaluate():
     return [list(row) for row in zip([v.item() for v in loss.outputs], turns, way, strict=True)]
 
 
+@pytest.mark.slow
 def test_evaluation_steps_ask_too():
     model = raw_model().eval()
     parts = zip(*(value.split(3) for value in batch(0)), strict=True)

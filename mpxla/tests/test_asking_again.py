@@ -188,7 +188,7 @@ def test_what_earlier_microbatches_write_decides(kind, stages):
         assert re.search(rf"depends on {names}, which microbatches write to", warning)
 
 
-@pytest.mark.parametrize(("kind", "stages"), slow_but(INTEGER, "expert_by_item"))
+@pytest.mark.parametrize(("kind", "stages"), slow_but(INTEGER))
 def test_integers_decide(kind, stages):
     compare(kind, stages)
 

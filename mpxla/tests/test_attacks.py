@@ -192,6 +192,7 @@ def impersonate():
     return None
 
 
+@pytest.mark.slow
 def test_a_process_that_claims_to_be_rank_1_is_turned_away_before_any_object():
     text, _ = run_ranks(impersonate, 2)
     assert "waited 4 s for all 2 ranks to connect" in text

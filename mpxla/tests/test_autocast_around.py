@@ -47,7 +47,7 @@ def train(stages):
 @pytest.mark.parametrize(
     ("device", "stages"),
     [
-        ("pjrt", 2),
+        pytest.param("pjrt", 2, marks=pytest.mark.slow),
         pytest.param("torch_xla", 2, marks=pytest.mark.torch_xla),
         ("eager", 2),
         pytest.param("torch_xla", 1, marks=[pytest.mark.torch_xla, pytest.mark.slow]),

@@ -151,6 +151,7 @@ def cut_under_autocast():
     return found, expected
 
 
+@pytest.mark.slow
 def test_a_step_without_autocast_runs_where_one_with_it_was_cut():
     for found, expected in run_ranks(cut_under_autocast, 2):
         assert found == pytest.approx(expected, rel=0.02)

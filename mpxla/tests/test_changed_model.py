@@ -108,11 +108,14 @@ CHANGES = {
 }
 
 
-def apply_changes(stages):
+QUICK = (change_alpha, add_hook, remove_module)
+
+
+def apply_changes(stages, changes):
     smp.init({"pipeline_parallel_degree": stages, "microbatches": 2})
     model = smp.DistributedModel(raw_model())
     outputs, reasons = [evaluate(model, inputs()).concat().cpu()], []
-    for change in CHANGES:
+    for change in changes:
         change(model.module)
         with logged() as lines:
             outputs.append(evaluate(model, inputs()).concat().cpu())
@@ -121,17 +124,24 @@ def apply_changes(stages):
     return outputs, reasons
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_changed_model_is_captured_again(stages):
+@pytest.mark.parametrize(
+    ("stages", "changes"),
+    [
+        (2, QUICK),
+        *(pytest.param(stages, tuple(CHANGES), marks=pytest.mark.slow) for stages in (1, 2)),
+    ],
+    ids=lambda given: given if isinstance(given, int) else "all" if len(given) > 3 else "some",
+)
+def test_a_changed_model_is_captured_again(stages, changes):
     plain = raw_model()
     expected = [plain(inputs())]
-    for change in CHANGES:
+    for change in changes:
         change(plain)
         expected.append(plain(inputs()))
-    for outputs, reasons in run_ranks(apply_changes, stages, stages):
+    for outputs, reasons in run_ranks(apply_changes, stages, stages, changes):
         for found, value in zip(outputs, expected, strict=True):
             torch.testing.assert_close(found, value.detach(), rtol=1e-5, atol=1e-6)
-        for pattern, lines in zip(CHANGES.values(), reasons, strict=True):
+        for pattern, lines in zip(map(CHANGES.get, changes), reasons, strict=True):
             (line,) = lines  # the second call does not compile
             assert re.search(pattern, line), line
 
@@ -270,6 +280,7 @@ def read_captured():
     return read_all(call, call)
 
 
+@pytest.mark.slow
 def test_values_outside_of_the_arguments_are_noticed():
     plain = raw_model()
     expected = read_all(lambda f, o: f(plain, inputs(), o), lambda f: f(plain, inputs()))

@@ -334,7 +334,10 @@ def plainly_accumulated(num_replicas, num_steps):
     return first, host(model.named_parameters())
 
 
-@pytest.mark.parametrize(("degree", "passes"), [(2, 2), (2, 1), (1, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("degree", "passes"),
+    [(2, 2), (1, 2), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 1))],
+)
 def test_22_gradients_accumulate_over_steps(degree, passes):
     results = run_ranks(accumulate, 2, degree, passes, 2)
     expected, state = plainly_accumulated(2 // degree, 2)

@@ -102,7 +102,6 @@ def plain(name, order):
 INTERLEAVED = {"virtual_pipeline_degree": 2}
 CASES = [
     ("unread", "evaluated first", {}),
-    ("cumulative", "trained first", INTERLEAVED),
     *(
         pytest.param(name, order, config, marks=pytest.mark.slow)
         for name in ("cumulative", "unread", "read")

@@ -226,7 +226,7 @@ CASES = {
     "recurrent": (Recurrent, penalized),
     "convolution": (Convolving, penalized),
 }
-QUICK = ("leaf", "adapted", "own", "frozen")
+QUICK = ("adapted", "own")
 
 
 def built(name):

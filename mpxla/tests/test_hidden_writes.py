@@ -98,8 +98,14 @@ def train(num_stages, functions):
     return found
 
 
-@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_values_and_gradients(num_stages):
-    for states in run_ranks(train, num_stages, num_stages, FUNCTIONS):
-        for function, state in zip(FUNCTIONS, states, strict=True):
+@pytest.mark.parametrize(
+    ("num_stages", "functions"),
+    [
+        (1, [under_no_grad, other_data, buffers]),
+        *(pytest.param(stages, FUNCTIONS, marks=pytest.mark.slow) for stages in (1, 2)),
+    ],
+)
+def test_values_and_gradients(num_stages, functions):
+    for states in run_ranks(train, num_stages, num_stages, functions):
+        for function, state in zip(functions, states, strict=True):
             torch.testing.assert_close(state, expected(function), msg=function.__name__)

@@ -220,7 +220,8 @@ def plain_losses():
     return losses(Plain(model, 2), optimizer, step, 0)
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_failed_step_leaves_the_process_usable(stages):
     expected = plain_losses()
     for rank, (texts, rows) in enumerate(run_ranks(fail_and_go_on, stages, stages)):

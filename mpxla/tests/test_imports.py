@@ -354,6 +354,7 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 
+@pytest.mark.slow
 def test_all_but_backends_is_imported_without_any():
     """As where torch_xla is not installed; what is asked for then says what to install."""
     own = [m.removesuffix(".__init__") for m in modules() if not m.startswith(tuple(BACKENDS))]

@@ -55,9 +55,17 @@ def start_without(missing, launcher):
         os.environ.update(before)
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-@pytest.mark.parametrize("launcher", ["file", "torchrun", "mpirun"])
-def test_a_rank_that_never_starts_is_named(missing, launcher):
+@pytest.mark.parametrize(
+    ("launcher", "missing"),
+    [
+        *(("file", 0), ("torchrun", 1), ("mpirun", 1)),
+        *(
+            pytest.param(launcher, missing, marks=pytest.mark.slow)
+            for launcher, missing in (("file", 1), ("torchrun", 0), ("mpirun", 0))
+        ),
+    ],
+)
+def test_a_rank_that_never_starts_is_named(launcher, missing):
     text = run_ranks(start_without, 2, missing, launcher)[1 - missing]
     assert text is not None and f"rank {1 - missing} waited 1 s (init_timeout_s) for " in text
     assert f"Look at the output of rank {missing}" in text

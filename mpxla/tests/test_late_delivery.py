@@ -147,6 +147,7 @@ def resume_with_late_messages(path):
         return loss.reduce_mean().cpu(), model.state_dict()
 
 
+@pytest.mark.slow
 def test_values_of_a_checkpoint_come_after_those_under_way(tmp_path):
     loss = Tied()(torch.arange(6)).square().mean().detach()
     for seen, state in run_ranks(resume_with_late_messages, 2, str(tmp_path)):

@@ -171,6 +171,7 @@ def test_bf16_trains_as_plain_pytorch_with_masters(config, num_ranks):
         assert not transfers or activations
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_is_trained_as_with_the_key():
     keyed = run_ranks(train_bf16, 1, {"bf16": True, "microbatches": 4}, 3)
     own = run_ranks(train_bf16, 1, {"microbatches": 4}, 3, True)
@@ -546,7 +547,7 @@ def train_scaled_plainly():
     ("config", "num_ranks", "kind"),
     [
         ({"ddp": True, "fp16": True}, 2, "key"),
-        ({"pipeline_parallel_degree": 2}, 2, "smp"),
+        pytest.param({"pipeline_parallel_degree": 2}, 2, "smp", marks=pytest.mark.slow),
         pytest.param({"ddp": True, "shard_optimizer_state": True}, 2, "torch",
                      marks=pytest.mark.slow),
         pytest.param({"ddp": True, "pipeline_parallel_degree": 2, "fp16": True}, 4, "key",

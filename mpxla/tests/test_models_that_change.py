@@ -180,7 +180,7 @@ def train_with_changes(config, names):
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        ("stages", ["pruning", "another_head"]),
+        ("stages", ["another_head"]),
         *in_two_worlds(HABITS),
         pytest.param(
             "gradients", ["another_head", "a_head_in_a_new_group"], marks=pytest.mark.slow

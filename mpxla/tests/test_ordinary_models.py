@@ -91,7 +91,8 @@ def trained_plainly(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["functions", "operator", pytest.param("mixtral", marks=pytest.mark.slow)]
+    "name",
+    ["functions", *(pytest.param(n, marks=pytest.mark.slow) for n in ("operator", "mixtral"))],
 )
 def test_training_on_two_ranks(name):
     ranks = run_ranks(trained, 2, name, timeout_s=300)

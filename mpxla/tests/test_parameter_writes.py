@@ -136,7 +136,7 @@ INSTEAD = {again: decayed}
 FUNCTIONS = [max_norm, normalized, decayed, binary, at_places, exchanged, momentum, twice]
 FUNCTIONS += [again, own_backward, tied]
 BY_BATCH = [by_batch, written_after]
-QUICK = [max_norm, decayed, written_after]
+QUICK = [max_norm, written_after]
 ALL = [*FUNCTIONS, restored, *BY_BATCH]
 
 

@@ -231,7 +231,11 @@ LONG = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (not case.is_sharded)) for case in CASES],
+    ids=str,
+)
 def test_masters_train_as_those_of_one_process(case):
     check(case)
 

@@ -87,6 +87,7 @@ def train_on_two_lengths():
     return losses, compiled, [line for line in log.lines if "compiled step function" in line]
 
 
+@pytest.mark.slow
 def test_a_second_length_compiles_once_and_says_what_changed():
     results = run_ranks(train_on_two_lengths, 2, timeout_s=120)
     model = Plain(seeded(Gpt), 2)
@@ -146,6 +147,7 @@ def evaluate_and_train():
     return logits, compiled, kept, model.state_dict()
 
 
+@pytest.mark.slow
 def test_evaluation_comes_first_and_between_training_steps():
     first = seeded(with_dropout).eval()(image_batches()[0]["x"]).detach()
     for logits, compiled, kept, state in run_ranks(evaluate_and_train, 2, timeout_s=120):

@@ -262,6 +262,7 @@ def test_replicas_train_as_one_process_everywhere(case):
     check(case)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_dividing_the_updates_changes_no_bit():
     """Two replicas: sums of two terms have one order."""

@@ -77,7 +77,11 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.subject == "gpt")) for case in CASES],
+    ids=str,
+)
 def test_schedule_trains_as_in_one_process(case):
     check(case)
 

@@ -294,7 +294,12 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+QUICK = ("recurrent", "checkpointed", "assigning", "sparse", "divergence", "compiled", "clamping")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in SCRIPTS]
+)
 def test_trains_as_plain_torch(name):
     with (
         torchs_recurrences(),  # where an earlier test has imported torch_xla

@@ -325,11 +325,17 @@ def other_steps(differs, is_prescaled):
     ("differs", "is_prescaled", "words"),
     [
         ("number", True, "captured another step than rank 0:\n  aten::mul in the step function"),
-        ("tensor", True, "of shape [32], which the step function found outside, with values"),
-        ("later", True, "is another step on rank 1 than on rank 0: something that it reads"),
         pytest.param(
-            *("later", False, "is another step on rank 1 than on rank 0: something that it reads"),
+            *("tensor", True, "of shape [32], which the step function found outside, with values"),
             marks=pytest.mark.slow,
+        ),
+        *(
+            pytest.param(
+                *("later", is_prescaled),
+                "is another step on rank 1 than on rank 0: something that it reads",
+                marks=pytest.mark.slow,
+            )
+            for is_prescaled in (True, False)
         ),
     ],
 )

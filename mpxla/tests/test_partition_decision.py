@@ -129,6 +129,7 @@ def partition_by_time(measures):
     return times, cut.partition.stage
 
 
+@pytest.mark.slow
 def test_measured_times_replace_estimates():
     estimated = run_ranks(partition_by_time, 2, False, timeout_s=120)
     measured = run_ranks(partition_by_time, 2, True, timeout_s=120)

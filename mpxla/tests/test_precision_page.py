@@ -60,6 +60,7 @@ def measured_together():
     return measured({"bf16": True, "ddp": True, "shard_optimizer_state": True})
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_page():
     (alone,) = run_ranks(measured_alone, 1)
     together = run_ranks(measured_together, 2)[0]

@@ -148,7 +148,7 @@ def train(keys, kinds):
 @pytest.mark.parametrize(
     ("kinds", "stages"),
     [
-        (["averaged", "in_containers", "beside_a_counter"], 2),
+        (["in_containers", "beside_a_counter"], 2),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )

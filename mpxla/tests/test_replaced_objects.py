@@ -67,7 +67,7 @@ common = Settings(1.0)
 
 
 def replace_one(model, number):
-    """A few of many; some are as they were."""
+    """A few of many; some are as they were. The first is no change."""
     global common
     if number == 0:
         common = Settings(1.0)
@@ -83,7 +83,10 @@ def replace_one(model, number):
         model.settings, model.meter = Tripled(0.5), Meter()
 
 
-def train_replaced(keys):
+QUICK, ALL = (0, 1, 2, 5), tuple(range(7))
+
+
+def train_replaced(keys, numbers):
     torch.manual_seed(3)
     raw = Replaced()
     if keys is None:
@@ -94,7 +97,7 @@ def train_replaced(keys):
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         step = smp.step(train_step)
     found, values = [], []
-    for number in range(7):
+    for number in numbers:
         replace_one(raw, number)
         optimizer.zero_grad()
         if keys is None:
@@ -109,11 +112,14 @@ def train_replaced(keys):
     return torch.tensor(found), values
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_objects_that_a_script_replaces_are_read_and_counted_in(stages):
-    expected, wanted = train_replaced(None)
+@pytest.mark.parametrize(
+    ("stages", "numbers"),
+    [(2, QUICK), *(pytest.param(stages, ALL, marks=pytest.mark.slow) for stages in (1, 2))],
+)
+def test_objects_that_a_script_replaces_are_read_and_counted_in(stages, numbers):
+    expected, wanted = train_replaced(None, numbers)
     keys = {"pipeline_parallel_degree": stages, "microbatches": 2}
-    for losses, values in run_ranks(train_replaced, stages, keys):
+    for losses, values in run_ranks(train_replaced, stages, keys, numbers):
         close(losses, expected)
         assert values == wanted
 

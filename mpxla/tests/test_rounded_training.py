@@ -73,6 +73,7 @@ REPLICAS = {**ROUNDED, "ddp": True, "microbatches": 1}
 ZERO = {**REPLICAS, "shard_optimizer_state": True}
 
 
+@pytest.mark.slow
 def test_updates_below_half_an_ulp_are_not_lost():
     ((stalled, *_), (moved, dtypes, _), (again, *_)) = run_ranks(train_twice, 1, ROUNDED)[0]
     assert dtypes == {torch.bfloat16}

@@ -77,7 +77,7 @@ def trained(step, model):
     return torch.stack([loss.detach().cpu() for loss in losses]), model.state_dict()
 
 
-def train(num_stages):
+def train(num_stages, functions):
     smp.init({"microbatches": 2, "pipeline_parallel_degree": num_stages})
 
     @smp.step(non_split_inputs=["places"])
@@ -87,7 +87,7 @@ def train(num_stages):
         return loss
 
     found = []
-    for function in FUNCTIONS:
+    for function in functions:
         losses, state = trained(step, smp.DistributedModel(Model(function)))
         found.append((losses, {name: value.cpu() for name, value in state.items()}))
     return found
@@ -114,8 +114,14 @@ def test_a_write_into_what_was_read_is_refused():
     assert "write x[i] = value" in text
 
 
-@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_places_are_read_and_written(num_stages):
-    for found in run_ranks(train, num_stages, num_stages):
-        for function, one in zip(FUNCTIONS, found, strict=True):
+@pytest.mark.parametrize(
+    ("num_stages", "functions"),
+    [
+        (1, [labelled, mixed]),
+        *(pytest.param(stages, FUNCTIONS, marks=pytest.mark.slow) for stages in (1, 2)),
+    ],
+)
+def test_places_are_read_and_written(num_stages, functions):
+    for found in run_ranks(train, num_stages, num_stages, functions):
+        for function, one in zip(functions, found, strict=True):
             torch.testing.assert_close(one, trained(None, Model(function)), msg=function.__name__)

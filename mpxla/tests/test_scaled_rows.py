@@ -78,9 +78,9 @@ def train_plainly():
 @pytest.mark.parametrize(
     ("size", "config"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}),
-        (2, {"ddp": True, "shard_optimizer_state": True}),
+        pytest.param(2, {"ddp": True, "shard_optimizer_state": True}, marks=pytest.mark.slow),
     ],
     ids=["one", "stages", "zero"],
 )

@@ -159,12 +159,13 @@ def make_a_model_later(config, is_delayed):
     return held, gradients, reasons, d.partition_report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_delayed", "is_loaded"),
     [
         (False, False),
-        pytest.param(False, True, marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
+        (False, True),
+        (True, False),
     ],
 )
 def test_a_model_may_be_made_after_steps_with_another(tmp_path, is_delayed, is_loaded):
@@ -240,13 +241,14 @@ def resume_both(folder, config, is_joint):
 SHARDED = {"ddp": True, "shard_optimizer_state": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed", "is_joint"),
     [
         ((2, STAGES), (2, STAGES), False),
-        pytest.param((2, STAGES), (1, {}), True, marks=pytest.mark.slow),
-        pytest.param((2, SHARDED), (2, STAGES), False, marks=pytest.mark.slow),
-        pytest.param((2, SHARDED), (2, SHARDED), True, marks=pytest.mark.slow),
+        ((2, STAGES), (1, {}), True),
+        ((2, SHARDED), (2, STAGES), False),
+        ((2, SHARDED), (2, SHARDED), True),
     ],
 )
 def test_checkpoints_of_both_models_resume(tmp_path, saved, resumed, is_joint):

@@ -76,7 +76,10 @@ def use_other_options(averages, has_hook, passes):
 
 @pytest.mark.parametrize(
     ("averages", "has_hook", "passes"),
-    [(True, True, 1), (False, False, 2), pytest.param(False, True, 1, marks=pytest.mark.slow)],
+    [
+        (False, False, 2),
+        *(pytest.param(averages, True, 1, marks=pytest.mark.slow) for averages in (True, False)),
+    ],
 )
 def test_each_model_has_its_options(averages, has_hook, passes):
     results = run_ranks(use_other_options, 2, averages, has_hook, passes)

@@ -128,6 +128,7 @@ def write_where_nothing_is():
     return texts
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_an_error():
     for texts in run_ranks(write_where_nothing_is, 2, env=JAX):
         assert len(texts) == 8
@@ -175,6 +176,7 @@ def leave_gradients():
     return found
 
 
+@pytest.mark.slow
 def test_gradients_of_parameters_that_optimizers_do_not_hold():
     for found in run_ranks(leave_gradients, 2, env=JAX):
         for text, warnings in found.values():
@@ -236,7 +238,7 @@ def change_gradients(key):
 @pytest.mark.parametrize(
     ("env", "key"),
     [
-        ({}, "sharded_data_parallel_degree"),
+        pytest.param({}, "sharded_data_parallel_degree", marks=pytest.mark.slow),
         (JAX, "shard_gradients"),
         pytest.param({}, "shard_gradients", marks=pytest.mark.slow),
         pytest.param(JAX, "sharded_data_parallel_degree", marks=pytest.mark.slow),
@@ -315,7 +317,10 @@ def load(kind):
     return is_equal, str(error.value)
 
 
-@pytest.mark.parametrize("kind, count", [("placed", 2), ("delayed", 2), ("stages", 4)])
+@pytest.mark.parametrize(
+    "kind, count",
+    [("placed", 2), ("delayed", 2), pytest.param("stages", 4, marks=pytest.mark.slow)],
+)
 def test_values_to_load_that_differ_between_ranks(kind, count):
     for is_equal, text in run_ranks(load, count, kind, env=JAX):
         assert is_equal

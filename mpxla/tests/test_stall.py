@@ -153,15 +153,8 @@ WORKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "an evaluation",
-        pytest.param("a slow disk", marks=pytest.mark.slow),
-        pytest.param("a download", marks=pytest.mark.slow),
-        pytest.param("a child process", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["an evaluation", "a slow disk", "a download", "a child process"])
 def test_what_makes_progress_is_waited_for(tmp_path, kind):
     assert run_ranks(work_alone, 2, tmp_path, kind, timeout_s=120) == [None, None]
 
@@ -184,5 +177,6 @@ def test_what_makes_no_progress_ends_the_job(tmp_path, kind, what):
         assert what in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_only_late_is_waited_for():
     assert run_ranks(stay_away, 2, 60.0, None, timeout_s=120) == [None, None]

@@ -152,7 +152,7 @@ def peaks_of(pipeline, active):
     [
         ("interleaved", None, [3, 2, 1]),
         pytest.param("interleaved", 2, [2, 2, 1], marks=pytest.mark.slow),
-        ("interleaved", 1, [1, 1, 1]),
+        pytest.param("interleaved", 1, [1, 1, 1], marks=pytest.mark.slow),
         pytest.param("simple", None, [4, 4, 4], marks=pytest.mark.slow),
     ],
 )

@@ -93,7 +93,7 @@ def trained_plainly(momentum, num_replicas):
 
 @pytest.mark.parametrize(
     ("num_ranks", "stages", "momentum"),
-    [(2, 1, 0.1), (2, 2, None), pytest.param(4, 2, None, marks=pytest.mark.slow)],
+    [(2, 1, 0.1), *(pytest.param(n, 2, None, marks=pytest.mark.slow) for n in (2, 4))],
 )
 def test_statistics_are_those_of_all_replicas(num_ranks, stages, momentum):
     ranks = run_ranks(trained, num_ranks, stages, momentum, timeout_s=300)

@@ -358,11 +358,15 @@ def in_two_worlds(habits):
 DIVIDED = {"gradients": (2, {"shard_gradients": True})}
 """Worlds in which scripts cannot change gradients themselves."""
 CASES = [
-    ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
-    pytest.param(
-        "zero", ["thawing_layer_by_layer", "thawing_into_new_groups"], marks=pytest.mark.slow
+    ("zero", ["groups_added_to_the_inner_optimizer"]),
+    *(
+        pytest.param("zero", names, marks=pytest.mark.slow)
+        for names in (
+            ["zeros_instead_of_none", "clipping_by_value"],
+            ["thawing_layer_by_layer", "thawing_into_new_groups"],
+        )
     ),
-    ("gradients", ["thawing_layer_by_layer"]),
+    pytest.param("gradients", ["thawing_layer_by_layer"], marks=pytest.mark.slow),
     ("stages", ["norms_read_later", "accumulation_and_clipping", "bare_lookahead"]),
     *in_two_worlds(HABITS),
 ]

@@ -94,7 +94,7 @@ BACKENDS = {"default": {}, "other": OTHER}
 DTYPES = {"float32": torch.float32, "masters": torch.bfloat16}
 KEYS = (None, "shard_optimizer_state")
 CASES = [
-    case
+    pytest.param(*case, marks=[pytest.mark.slow] * (case[2] == "other"))
     for number, case in enumerate(itertools.product(KEYS, DTYPES, BACKENDS))
     if number.bit_count() % 2 == 0  # every two of the settings meet
 ]

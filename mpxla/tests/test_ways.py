@@ -131,7 +131,9 @@ HALF = {"fp16": True}
     [
         pytest.param(1, REPLICAS, {}, 2e-5, marks=pytest.mark.slow),
         (1, REPLICAS | ZERO, {}, 2e-5),
-        (1, REPLICAS | HALF, {"static_loss_scale": 256.0}, 2e-2),
+        pytest.param(
+            1, REPLICAS | HALF, {"static_loss_scale": 256.0}, 2e-2, marks=pytest.mark.slow
+        ),
         pytest.param(2, REPLICAS | STAGES, {}, 2e-5, marks=pytest.mark.slow),
     ],
 )
@@ -171,6 +173,7 @@ def refused(keys, functions):
     return found, [value.item() for value in smp.step(other_form)(model, x, keep)[0].outputs]
 
 
+@pytest.mark.slow
 def test_ways_that_do_not_go_together():
     x, keep = batch(2)
     model = raw_model(False)

@@ -262,6 +262,7 @@ def test_a_call_of_one_rank_of_a_pipeline(rank, name, then):
         assert f"have to call {name}" in text or f"have to call {then}" in text, text
 
 
+@pytest.mark.slow
 def test_a_call_of_one_rank_at_the_end():
     first, second = run_ranks(refused_on_one_rank, 2, 0, "model.state_dict()", None, TWO)
     assert second == ("nothing", "was raised")
@@ -272,7 +273,10 @@ def test_a_call_of_one_rank_at_the_end():
     ), first[1]
 
 
-@pytest.mark.parametrize("name", ["optimizer.state_dict()", "smp.save_checkpoint()"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("optimizer.state_dict()", marks=pytest.mark.slow), "smp.save_checkpoint()"],
+)
 def test_a_call_of_one_replica(name):
     config = {**REPLICAS, "shard_optimizer_state": True}
     found = run_ranks(refused_on_one_rank, 2, 0, name, "step", config)

@@ -353,6 +353,7 @@ def kill_at_random(path, moments, seed):
     return newest
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path):
     assert kill_at_random(tmp_path, 12, seed=1) >= 12
 

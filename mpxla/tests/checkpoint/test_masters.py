@@ -67,9 +67,9 @@ def evaluate(model, x):
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ((ZERO, BF16), (ZERO, BF16)),
+        pytest.param((ZERO, BF16), (ZERO, BF16), marks=pytest.mark.slow),
         ((ZERO, BF16), (PIPELINE, BF16)),
-        ((ZERO, BF16), (PIPELINE, torch.float32)),
+        pytest.param((ZERO, BF16), (PIPELINE, torch.float32), marks=pytest.mark.slow),
         pytest.param((PIPELINE, BF16), (ZERO, torch.float32), marks=pytest.mark.slow),
         pytest.param((PIPELINE, BF16), (ZERO, BF16), marks=pytest.mark.slow),
         # Weights of 32 bits become masters as they are.

@@ -128,6 +128,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 def test_state_of_another_optimizer_is_refused(saved):
     for seen in run_ranks(resume_with_other_optimizers, 2, str(saved[0])):
         assert seen.pop("rate") == 0.1, "a refused checkpoint leaves the settings alone"

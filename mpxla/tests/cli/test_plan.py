@@ -64,6 +64,7 @@ def test_ranks_are_divided_between_stages_and_tensors():
     assert "--devices with a factory needs --search" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_given_beside_the_number_of_ranks_is_kept():
     factory, search = "mpxla.tests.cli.factories:pairs", ("--microbatches", "2", "--search")
     done = plan(factory, "--devices", "4", "--tp", "2", *search)
@@ -78,6 +79,7 @@ def test_what_is_given_beside_the_number_of_ranks_is_kept():
     assert "pipeline_parallel_degree: 0 must be an integer >= 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_plan_of_a_step_function_under_a_limit():
     done = plan(
         "mpxla.tests.cli.factories:chain_with_loss",

@@ -75,6 +75,7 @@ def test_under_a_limit_every_row_fits_and_says_what_it_keeps(step, free):
     assert "KiB" in lines[2] and "interleaved, 1 per rank" in lines[2]
 
 
+@pytest.mark.slow
 def test_what_is_given_stays(step, free):
     found = schedules_to_try(CONFIG, "zero_bubble", 2, 3)
     assert [str(one) for one in found] == [

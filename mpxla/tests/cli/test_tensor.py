@@ -62,6 +62,7 @@ def test_the_report_counts_what_is_split():
     assert re.search(r" 12 \([\d.]+ KiB\) +9 ", row), row
 
 
+@pytest.mark.slow
 def test_recomputation_repeats_no_message():
     kept, again = planned(2, SLOW_LINKS), planned(2, SLOW_LINKS, "recompute")
     assert again.activation_bytes[0] < 0.8 * kept.activation_bytes[0]

@@ -194,6 +194,7 @@ def hang_in_collective_of_user(transport):
     time.sleep(4)
 
 
+@pytest.mark.slow
 def test_rank_in_a_collective_of_the_user_is_ended():
     results = run_host_unpooled(hang_in_collective_of_user, 3, grace_s=1.0)
     assert results[0].exit_code == 1
@@ -212,6 +213,7 @@ def notice_and_go_on(transport):
         return str(error)
 
 
+@pytest.mark.slow
 def test_rank_that_noticed_the_failure_may_go_on():
     alive, _ = run_host_unpooled(notice_and_go_on, 2, grace_s=0.5)
     assert alive.exit_code == 0
@@ -302,6 +304,7 @@ def end_at_different_times(transport):
     return transport.recv([torch.ones(1 << 18)], 1, "forward").result()[0].sum().item()
 
 
+@pytest.mark.slow
 def test_leaving_early_is_no_failure_and_everything_sent_arrives():
     late, early = run_host_unpooled(end_at_different_times, 2)
     assert (late.exit_code, early.exit_code) == (0, 0)

@@ -225,7 +225,9 @@ def test_the_wait_of_a_thread_is_that_of_the_thread_that_joins_it():
     assert watch.current_wait() is None
 
 
-@pytest.mark.parametrize("silent", [0, 1, 2])
+@pytest.mark.parametrize(
+    "silent", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2))]
+)
 def test_a_rank_that_gives_no_sign_of_life_ends_the_job_wherever_the_others_are(
     silent, monkeypatch
 ):
@@ -248,6 +250,7 @@ def test_a_rank_that_gives_no_sign_of_life_ends_the_job_wherever_the_others_are(
             assert silent != 0 or has_rows, "the table shows the others"
 
 
+@pytest.mark.slow
 def test_nobody_is_silent_after_the_whole_machine_was_stopped(monkeypatch):
     monkeypatch.setattr(pulse, "_LEAST_SILENCE_S", 1.0)
     with watched(2, 3.0) as lines:
@@ -260,6 +263,7 @@ def test_nobody_is_silent_after_the_whole_machine_was_stopped(monkeypatch):
         assert [line.failure for line in lines] == [None, None]
 
 
+@pytest.mark.slow
 def test_leaving_waits_for_a_rank_that_fell_silent(monkeypatch):
     monkeypatch.setattr(pulse, "_LEAST_SILENCE_S", 1.0)
     monkeypatch.setattr(lifeline_server, "_NOTICEABLE_S", 0.3)
@@ -415,6 +419,7 @@ print("still there")
 """
 
 
+@pytest.mark.slow
 def test_a_place_is_found_while_threads_of_libraries_enter_python():
     command = [sys.executable, "-c", THREADS_THAT_COME_AND_GO]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

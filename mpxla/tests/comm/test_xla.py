@@ -76,7 +76,11 @@ def move_everything(transport):
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("torch_xla", marks=pytest.mark.torch_xla), "pjrt"]
+    "backend",
+    [
+        pytest.param("torch_xla", marks=[pytest.mark.torch_xla, pytest.mark.slow]),
+        "pjrt",
+    ],
 )
 def test_operations_in_groups_that_share_ranks(backend):
     results = run_xla(move_everything, 4, pipelines=[(0, 1), (2, 3)], backend=backend)

@@ -30,7 +30,7 @@ def test_01_02_09_inputs():
     ("built", "scheduler"),
     [
         ("before", "inner"),
-        ("before", "linear"),
+        pytest.param("before", "linear", marks=pytest.mark.slow),
         pytest.param("after", "step", marks=pytest.mark.slow),
     ],
 )

@@ -205,8 +205,8 @@ def train_on_stages(name, stage_of_second):
 @pytest.mark.parametrize(
     ("name", "stage_of_second"),
     [
-        ("FusedLAMB", 1),
         ("FusedNovoGrad", 0),
+        pytest.param("FusedLAMB", 1, marks=pytest.mark.slow),
         pytest.param("FusedLAMB", 0, marks=pytest.mark.slow),
         pytest.param("FusedNovoGrad", 1, marks=pytest.mark.slow),
     ],

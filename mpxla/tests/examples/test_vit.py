@@ -31,6 +31,7 @@ def check_against_plain(num_ranks, num_stages, *options, split=(), tolerance=REL
     assert len(set(expected)) == len(expected), "training changes the loss"
 
 
+@pytest.mark.slow
 def test_two_stages():
     check_against_plain(2, 2, *TINY)
 

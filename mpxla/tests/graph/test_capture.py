@@ -148,7 +148,13 @@ MAY_DRAW = {
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-@pytest.mark.parametrize("name", MAY_DRAW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dropout", "LSTM")))
+        for name in MAY_DRAW
+    ],
+)
 def test_a_step_draws_numbers_where_pytorch_does(name, rate, is_training):
     """What a script shuffles afterwards would come in another order."""
     layer = MAY_DRAW[name](**{"p" if "out" in name else "dropout": rate})
@@ -479,16 +485,21 @@ def test_bounds_that_have_no_number_between_them():
     "function",
     [
         torch.cov,
-        lambda x: x.cov(correction=0),
-        lambda x: torch.cov(x[0]),
-        lambda x: torch.cov(x, fweights=torch.tensor([1, 2, 0, 3, 1, 1])),
-        lambda x: torch.cov(x, aweights=x[0].square()),
         lambda x: torch.cov(x, correction=2, fweights=torch.arange(6), aweights=x[1].square()),
-        lambda x: torch.cov(x[:, :2], correction=5),
         torch.corrcoef,
-        lambda x: x[1].corrcoef(),
-        lambda x: torch.cov(torch.complex(x, x.flip(0))),
-        lambda x: torch.corrcoef(torch.complex(x, x.flip(0))),
+        *(
+            pytest.param(function, marks=pytest.mark.slow)
+            for function in (
+                lambda x: x.cov(correction=0),
+                lambda x: torch.cov(x[0]),
+                lambda x: torch.cov(x, fweights=torch.tensor([1, 2, 0, 3, 1, 1])),
+                lambda x: torch.cov(x, aweights=x[0].square()),
+                lambda x: torch.cov(x[:, :2], correction=5),
+                lambda x: x[1].corrcoef(),
+                lambda x: torch.cov(torch.complex(x, x.flip(0))),
+                lambda x: torch.corrcoef(torch.complex(x, x.flip(0))),
+            )
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:cov.*degrees of freedom is <= 0")

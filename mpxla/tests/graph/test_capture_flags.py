@@ -254,6 +254,10 @@ CASES = {
     "attention": (lambda: Gan(Attending()), critic_last),
     "normed": (normed, critic_last),
 }
+QUICK = (
+    *("critic last", "critic first, frozen before", "in forward", "toggled", "partly"),
+    *("by layer", "between use and backward", "checkpointed", "written"),
+)
 
 
 def built(case):
@@ -276,7 +280,9 @@ def flags_of(model):
     return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+)
 def test_gradients_and_flags_are_pytorchs(case):
     model, function, inputs = built(case)
     plain = copy.deepcopy(model)

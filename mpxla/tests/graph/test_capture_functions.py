@@ -40,7 +40,13 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in ("normalized", "one side")))
+        for n in TRANSFORMED
+    ],
+)
 def test_inverse_fourier_transforms_of_windows(name):
     model = nn.Linear(6, 4)
     function = TRANSFORMED[name]

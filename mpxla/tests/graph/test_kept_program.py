@@ -102,11 +102,19 @@ def frozen():
     "other",
     [
         pytest.param(lambda kept: captured(kept, power=3), id="function"),
-        pytest.param(lambda kept: captured(kept, trains=False), id="evaluation"),
-        pytest.param(lambda kept: captured(kept, Model(rate=0.1)), id="number"),
-        pytest.param(lambda kept: captured(kept, Model(constant=3.0)), id="constant"),
-        pytest.param(lambda kept: captured(kept, Model().eval()), id="mode"),
-        pytest.param(lambda kept: captured(kept, frozen()), id="frozen"),
+        pytest.param(
+            lambda kept: captured(kept, trains=False), id="evaluation", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda kept: captured(kept, Model(rate=0.1)), id="number", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda kept: captured(kept, Model(constant=3.0)), id="constant", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda kept: captured(kept, Model().eval()), id="mode", marks=pytest.mark.slow
+        ),
+        pytest.param(lambda kept: captured(kept, frozen()), id="frozen", marks=pytest.mark.slow),
         pytest.param(lambda kept: captured(kept, Model().double()), id="dtype"),
     ],
 )

@@ -109,6 +109,7 @@ def test_cost_and_preference_against_brute_force(case):
     assert sum(preference[place - 1][1] for place in cuts) == expected[2]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(cases(), st.data())
 def test_restriction_against_brute_force(case, data):

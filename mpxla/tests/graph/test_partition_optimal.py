@@ -141,6 +141,7 @@ def test_optimal_against_brute_force(case, num_stages, memory_weight, link, data
         assert max(costs) == pytest.approx(result.objective, rel=1e-8)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(programs(), st.integers(2, 4), st.sampled_from([0.0, 0.5]), st.data())
 def test_ties_prefer_shallow_boundaries_then_few_bytes(case, num_stages, memory_weight, data):
@@ -164,6 +165,7 @@ def test_ties_prefer_shallow_boundaries_then_few_bytes(case, num_stages, memory_
     assert preference(program, spine, chosen, result) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(programs(), st.integers(2, 3), st.data())
 def test_fixed_parameters_stay_and_the_rest_is_optimal(case, num_stages, data):

@@ -71,15 +71,22 @@ def linears(step):
     return [module_path(node) for node in found], [line_of(node) for node in found]
 
 
+QUICK = [
+    *(("nothing", inside) for inside in ("autocast", "no_grad", "checkpoint")),
+    *(("autocast", "nothing"), ("no_grad", "nothing"), ("autocast", "no_grad")),
+]
+MODES = [
+    *((around, "nothing") for around in AROUND),
+    *(("nothing", inside) for inside in [*AROUND, "checkpoint"]),
+    ("autocast", "checkpoint"),
+    ("autocast", "no_grad"),
+    ("autocast", "autocast without effect"),
+]
+
+
 @pytest.mark.parametrize(
     ("around", "inside"),
-    [
-        *((around, "nothing") for around in AROUND),
-        *(("nothing", inside) for inside in [*AROUND, "checkpoint"]),
-        ("autocast", "checkpoint"),
-        ("autocast", "no_grad"),
-        ("autocast", "autocast without effect"),
-    ],
+    [pytest.param(*modes, marks=[pytest.mark.slow] * (modes not in QUICK)) for modes in MODES],
 )
 def test_nodes_know_their_module_in_every_mode(around, inside):
     step = capture(nn.Sequential(Block(inside), Block()), around)

@@ -43,7 +43,13 @@ def layers_of(step):
     return step.graph.find_nodes(op="call_function", target=LAYER)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("lstm", "gru", "projected")))
+        for kind in LAYERS
+    ],
+)
 @pytest.mark.parametrize("shape", [(5, 6, 4), pytest.param((5, 4), marks=pytest.mark.slow)])
 def test_values_and_gradients(kind, shape):
     torch.manual_seed(0)

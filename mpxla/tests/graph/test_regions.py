@@ -118,7 +118,11 @@ def test_marked_modules_and_functions_of_smp():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [("each", 1), ("contiguous", None), ("group_3", 3), ("group_12", 12)]
+    ("strategy", "size"),
+    [
+        *(("contiguous", None), ("group_3", 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("each", 1), ("group_12", 12))),
+    ],
 )
 def test_strategies_of_sequences(strategy, size):
     marked = Stack()

@@ -49,7 +49,11 @@ def made_inside(m, h, y):
     )
 
 
-@pytest.mark.parametrize("function", [constants, made_inside], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [constants, pytest.param(made_inside, marks=pytest.mark.slow)],
+    ids=lambda f: f.__name__,
+)
 def test_values_and_gradients(function):
     model, step, known = capture(function)
     assert known is None

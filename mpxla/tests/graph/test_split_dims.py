@@ -71,7 +71,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("operator", REFUSED)
+@pytest.mark.parametrize(
+    "operator",
+    [pytest.param(o, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, o in enumerate(REFUSED)],
+)
 def test_what_mixes_columns_is_refused(operator):
     name = operator.partition(" ")[0]
     with pytest.raises(CaptureError, match=rf"^{name} in .* has a part, so that it would not see"):
@@ -148,7 +151,16 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize("act", FINE.values(), ids=FINE)
+QUICK = ("attention", "norm of heads", "rows", "of all", "elements")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(act, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name, act in FINE.items()
+    ],
+)
 def test_what_computes_by_columns_or_heads_is_right(act):
     ranks, programs = lowered(act)
     (loss, gradients), (_, other) = in_threads(train_once, ranks, programs, [[value()]] * 2)

@@ -67,6 +67,7 @@ def problem_of(kinds):
     return found
 
 
+@pytest.mark.slow
 def test_views_by_strides_in_stages():
     kinds = ["overlapping", "from_an_offset", "written"]
     assert run_ranks(problem_of, 1, kinds) == [dict.fromkeys(kinds, "")]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gpt2")) for n in MODELS]
 )
 def test_loss_and_gradients_of_parts(name):
     whole = built(name)
@@ -63,6 +63,7 @@ def test_collectives_of_a_block():
     assert of_blocks(True) == [halves, {**halves, "all_reduce": 2}]
 
 
+@pytest.mark.slow
 def test_lengths_that_do_not_divide_stay_whole():
     (rank, _) = distributed(lambda: built("llama"), 2)
     odd = some_words()[:, :7]
@@ -75,6 +76,7 @@ def kept_bytes(*key):
     return sum(spec.num_bytes for spec in lowered_rank(*key).saved_specs)
 
 
+@pytest.mark.slow
 def test_activations_of_a_rank():
     """What further blocks keep is 1 / ranks of what they keep on one rank, within a tenth."""
 

@@ -116,9 +116,7 @@ MODELS = {
 }
 
 
-RELATIVES = ("bert", "roberta", "llama-tied", "qwen3")
-"""Of models that the default tier has."""
-EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n in RELATIVES)) for n in MODELS]
+EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS]
 
 
 def built(name):
@@ -176,7 +174,9 @@ def test_two_sums_each_way_in_a_block():
     assert collectives(lowered.backward) == {"all_reduce": 2 + 1}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "reduction", ["mean", *(pytest.param(r, marks=pytest.mark.slow) for r in ("sum", "none"))]
+)
 def test_losses_of_scores_that_are_split(reduction):
     def of_rows(scores, ids):
         labels = torch.where(ids[:, 1:] == 5, -100, ids[:, 1:]).flatten()
@@ -215,6 +215,7 @@ def test_losses_of_scores_that_are_split(reduction):
     torch.testing.assert_close(gradients["rows.weight"], whole.rows.weight.grad)
 
 
+@pytest.mark.slow
 def test_scores_that_are_used_otherwise_are_gathered():
     ranks = distributed(lambda: built("llama"), 2)
 
@@ -313,6 +314,7 @@ def test_parts_that_are_switched_off_stay_whole():
     assert any(".layers.1." in name for name in ranks[0].shards)
 
 
+@pytest.mark.slow
 def test_models_of_images():
     """A class token and a patch convolution stay whole, and blocks are split."""
 
@@ -384,6 +386,7 @@ def test_dropout_of_parts_differs_and_of_wholes_agrees():
     assert not torch.equal(gradients["inner.bias"], other["inner.bias"])
 
 
+@pytest.mark.slow
 def test_attention_dropout_is_lowered():
     ranks = distributed(lambda: gpt2(attn_pdrop=0.5, resid_pdrop=0.5), 2)
     programs = [lower(rank, loss_of, [words()]) for rank in ranks]

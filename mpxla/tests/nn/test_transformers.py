@@ -140,7 +140,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("both norms", "alibi"))) for n in MODELS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "types")) for n in MODELS],
 )
 def test_parts_of_a_language_model(name):
     ids = words()

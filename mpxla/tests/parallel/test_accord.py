@@ -95,7 +95,11 @@ def train_apart(keys, is_plain):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("keys", "is_plain"),
-    [({}, False), ({}, True), ({"shard_optimizer_state": True}, False)],
+    [
+        pytest.param({}, False, marks=pytest.mark.slow),
+        ({}, True),
+        ({"shard_optimizer_state": True}, False),
+    ],
 )
 def test_replicas_that_train_different_layers(keys, is_plain):
     """What only one of three trains counts for all; what none trains is left alone."""
@@ -143,9 +147,15 @@ def error_of(function, *args):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("layers", "gather or scatter other parameters in this call than rank 0"),
+        pytest.param(
+            *("layers", "gather or scatter other parameters in this call than rank 0"),
+            marks=pytest.mark.slow,
+        ),
         ("plain", "trains other parameters in this step than another"),
-        ("norm", "exchanges other values with its replicas inside of this step"),
+        pytest.param(
+            *("norm", "exchanges other values with its replicas inside of this step"),
+            marks=pytest.mark.slow,
+        ),
         ("options", "was given other options of smp.DistributedModel"),
         ("rate", "parameters would differ after the update. On rank"),
     ],

@@ -242,7 +242,7 @@ TWO_STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
 @pytest.mark.parametrize(
     ("world_size", "config", "kinds", "differ"),
     [
-        pytest.param(1, {}, ["Views", "Lookahead"], 0, id="one"),
+        pytest.param(1, {}, ["Views", "Lookahead"], 0, id="one", marks=pytest.mark.slow),
         pytest.param(2, TWO_STAGES, ["Kept", "ByGroup", "ByNumber", "Pairs"], 0, id="stages"),
         pytest.param(
             2,
@@ -259,6 +259,7 @@ TWO_STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
             ["InGroups", "ByParameter", "ById"],
             5,
             id="divided",
+            marks=pytest.mark.slow,
         ),
     ],
 )

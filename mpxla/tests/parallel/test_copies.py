@@ -121,7 +121,8 @@ def train_all(config, cases):
     ("world_size", "config", "cases"),
     [
         pytest.param(1, {}, [("swa", 0)], id="one", marks=pytest.mark.slow),
-        pytest.param(2, TWO, [("mean", 0), ("swa", 2), ("ema", 0)], id="stages"),
+        pytest.param(2, TWO, [("swa", 2)], id="stages"),
+        pytest.param(2, TWO, [("mean", 0), ("ema", 0)], id="other stages", marks=pytest.mark.slow),
         pytest.param(2, {}, [("each", 1)], id="replicas", marks=pytest.mark.slow),
     ],
 )

@@ -80,6 +80,7 @@ def save_ordinary(path):
     return run.train(2)
 
 
+@pytest.mark.slow
 def test_a_delayed_model_takes_values_of_checkpoints_and_state_dicts(tmp_path):
     (expected,) = run_ranks(save_ordinary, 1, str(tmp_path))
     for number, resumed, loaded, error in run_ranks(load_delayed, 2, str(tmp_path), timeout_s=120):

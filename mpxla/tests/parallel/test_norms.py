@@ -87,7 +87,7 @@ def refused(model, step, function):
 @pytest.mark.parametrize(
     ("stages", "replicas", "is_sharded", "source"),
     [
-        (1, 1, False, "mpxla"),
+        pytest.param(1, 1, False, "mpxla", marks=pytest.mark.slow),
         (2, 1, False, "torch"),
         pytest.param(2, 1, False, "torch_xla", marks=pytest.mark.torch_xla),
         (2, 2, True, "mpxla"),

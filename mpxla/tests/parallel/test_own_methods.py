@@ -80,7 +80,7 @@ SHARDED = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistenc
 @pytest.mark.parametrize(
     ("size", "config", "tolerance"),
     [
-        (1, {"bf16": True}, 3e-2),
+        pytest.param(1, {"bf16": True}, 3e-2, marks=pytest.mark.slow),
         (2, {"ddp": True, "shard_optimizer_state": True}, 1e-5),
         pytest.param(2, SHARDED, 1e-5, marks=pytest.mark.slow),
         pytest.param(

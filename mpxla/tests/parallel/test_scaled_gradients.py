@@ -68,7 +68,11 @@ def train(config):
 
 
 @pytest.mark.parametrize(
-    "config", [{"shard_optimizer_state": True}, {"pipeline_parallel_degree": 2}]
+    "config",
+    [
+        pytest.param({"shard_optimizer_state": True}, marks=pytest.mark.slow),
+        {"pipeline_parallel_degree": 2},
+    ],
 )
 def test_clipping_and_adding_see_no_loss_scale(config):
     plain = made()

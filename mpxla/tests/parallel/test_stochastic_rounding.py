@@ -200,7 +200,13 @@ def rounded_with(value, noise, origin):
     return torch.where(part > noise.of(origin, value.shape), other, near).to(BF16)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("SGD", "AdamW")))
+        for kind in OPTIMIZERS
+    ],
+)
 def test_updates_are_those_in_float32_rounded(kind):
     parameters, optimizer, update = stepped(kind, 30)
     expected, by_hand = stepped_by_hand(kind, 30)

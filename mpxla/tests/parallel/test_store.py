@@ -334,7 +334,9 @@ def train_with_masters(kind, is_compiled):
     return update.was_compiled, values, [c for c in store.backend.calls if " " in c]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD]
+)
 def test_a_compiled_update_renews_and_publishes_masters(kind):
     was_compiled, values, calls = train_with_masters(kind, True)
     assert was_compiled and calls == ["optimizer update"]

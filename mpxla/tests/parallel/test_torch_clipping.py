@@ -270,6 +270,7 @@ def loss_of_alike(model, x):
     return loss
 
 
+@pytest.mark.slow
 def test_gradients_of_one_shape_stay_apart():
     (found,) = run_ranks(clip_alike_distributed, 1)
     for name, (gradients, values) in found.items():

@@ -102,7 +102,10 @@ def train_both(names):
     }
 
 
-SIMILAR = ["SGD", "SGD dampening", "Adam amsgrad", "NAdam", "RMSprop", "Adadelta", "Adamax"]
+SIMILAR = [
+    *("SGD", "SGD dampening", "Adam amsgrad", "NAdam", "RMSprop", "Adadelta", "Adamax"),
+    *("RAdam", "Adagrad"),
+]
 """Compiled as the others are: with momentum, with bias corrections, or plainly."""
 
 

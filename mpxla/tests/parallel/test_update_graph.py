@@ -16,14 +16,18 @@ SHAPES = [(3, 4), (4,), (3, 4), (4,), (4,), (2, 2)]
 
 SCALARS = [
     (optim.SGD, {"momentum": 0.9}),
+    (optim.AdamW, {"amsgrad": True}),
     (optim.RMSprop, {"momentum": 0.5, "centered": True}),
     (optim.Adadelta, {}),
-    (optim.AdamW, {"amsgrad": True}),
     (optim.NAdam, {}),
     (optim.RAdam, {}),
     (optim.Adamax, {}),
     (optim.Rprop, {}),
     (optim.ASGD, {}),
+]
+CASES = [
+    pytest.param(options, id=options[0].__name__, marks=[pytest.mark.slow] * (number > 1))
+    for number, options in enumerate(SCALARS)
 ]
 
 
@@ -114,7 +118,7 @@ def test_what_depends_on_the_shape_is_traced_for_each(kind, traced, monkeypatch)
     assert len(traced) == 3
 
 
-@pytest.mark.parametrize("options", SCALARS, ids=lambda options: options[0].__name__)
+@pytest.mark.parametrize("options", CASES)
 def test_scalars_have_state_of_their_own(options, traced, monkeypatch):
     """Their moments are single numbers, as counts of steps are, and are not shared like these."""
     kind, settings = options
@@ -123,7 +127,7 @@ def test_scalars_have_state_of_their_own(options, traced, monkeypatch):
     assert len(traced) == 3
 
 
-@pytest.mark.parametrize("options", SCALARS, ids=lambda options: options[0].__name__)
+@pytest.mark.parametrize("options", CASES)
 def test_loaded_state_of_scalars_stays_their_own(options, monkeypatch):
     kind, settings = options
     monkeypatch.setattr(f"{__name__}.SHAPES", [(), (), (3,)])
@@ -196,7 +200,17 @@ def adam(parameters):
     return optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind, _ in SCALARS), optim.Adam])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(optim.Adam, optim.Adamax, optim.SGD),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind, _ in SCALARS
+            if kind not in (optim.Adamax, optim.SGD)
+        ),
+    ],
+)
 def test_a_second_start_traces_nothing(kind, traced, tmp_path):
     def start():
         return stepped(lambda ps: kind(ps, lr=0.1), True, kept=Kept(tmp_path))
@@ -213,12 +227,17 @@ def test_a_second_start_traces_nothing(kind, traced, tmp_path):
     "other",
     [
         lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.2),
-        lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, betas=(0.8, 0.99)),
-        lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, maximize=True),
         lambda ps: optim.AdamW([{"params": ps[:2], "eps": 0.1}, {"params": ps[2:]}], lr=0.1),
-        lambda ps: optim.AdamW(ps[:-1], lr=0.1, weight_decay=0.1),
-        lambda ps: optim.AdamW(ps[::-1], lr=0.1, weight_decay=0.1),
         lambda ps: optim.Adam(ps, lr=0.1, weight_decay=0.1),
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in (
+                lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, betas=(0.8, 0.99)),
+                lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, maximize=True),
+                lambda ps: optim.AdamW(ps[:-1], lr=0.1, weight_decay=0.1),
+                lambda ps: optim.AdamW(ps[::-1], lr=0.1, weight_decay=0.1),
+            )
+        ),
     ],
 )
 def test_other_updates_are_not_mistaken_for_kept_ones(other, traced, tmp_path):

@@ -61,7 +61,13 @@ def parts_of(update):
     return program._parts
 
 
-@pytest.mark.parametrize("name", ["SGD momentum", "Adam amsgrad", "NAdam", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SGD momentum", "Adam amsgrad"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("NAdam", "RMSprop", "Adafactor")),
+    ],
+)
 def test_parts_give_the_values_of_the_optimizer(name):
     plain, optimizer = started(OPTIMIZERS[name])
     train(plain, optimizer.step, range(4))
@@ -184,7 +190,9 @@ def train_divided(config, part_bytes):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("config", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "config", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=["float32", "bf16"]
+)
 def test_training_in_parts_is_training(config):
     """On torch_xla, which takes no memory of arguments."""
     env = {"MPXLA_DEVICE": "torch_xla"}

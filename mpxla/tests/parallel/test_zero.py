@@ -173,8 +173,9 @@ def resume_from_file(path, is_sharded):
     return updated(model, optimizer, range(2, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("is_sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_sharded", [True, False])
 def test_checkpoints_hold_whole_state(tmp_path, is_sharded):
     expected = run_ranks(save_in_between, 2, str(tmp_path))[0]
     for found in run_ranks(resume_from_file, 2, str(tmp_path), is_sharded):

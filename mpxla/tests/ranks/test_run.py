@@ -187,6 +187,7 @@ def test_who_names_the_usual_backend_gets_the_usual_processes():
     assert not set(run_ranks(process_id, 2, env={"MPXLA_DEVICE": "eager"})) & set(usual)
 
 
+@pytest.mark.slow
 def test_first_failing_rank_is_named_and_all_output_is_shown():
     before = run_ranks(process_id, 2)
     start = time.monotonic()
@@ -210,6 +211,7 @@ def test_cause_is_named_even_if_a_consequence_came_first():
     assert "  rank 0: PeerFailure: rank 1 raised ValueError: bad" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_timeout_shows_stacks():
     with pytest.raises(RankError, match="sleep_here timed out after 4 s on rank 1 of 2") as caught:
         run_ranks(sleep_here, 2, 1, timeout_s=4)

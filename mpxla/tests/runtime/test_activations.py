@@ -58,9 +58,9 @@ def planned(step, rank, limit, way):
 @pytest.mark.parametrize(
     ("rank", "way"),
     [
-        (0, "interleaved"),
+        pytest.param(0, "interleaved", marks=pytest.mark.slow),
         (1, "zero_bubble"),
-        (0, "offloading"),
+        pytest.param(0, "offloading", marks=pytest.mark.slow),
         pytest.param(1, "interleaved", marks=pytest.mark.slow),
         pytest.param(0, "zero_bubble", marks=pytest.mark.slow),
         pytest.param(1, "offloading", marks=pytest.mark.slow),

@@ -151,7 +151,9 @@ def run(pipeline, is_shown):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("pipeline", ["simple", "zero_bubble"])
+@pytest.mark.parametrize(
+    "pipeline", [pytest.param("simple", marks=pytest.mark.slow), "zero_bubble"]
+)
 def test_every_microbatch_is_shown_where_it_is(pipeline):
     quiet, loud = (run_ranks(run, STAGES, pipeline, shown) for shown in (False, True))
     net = build(False)

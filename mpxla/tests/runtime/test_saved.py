@@ -85,7 +85,7 @@ def attributed_and_lowered(name, window):
         pytest.param("gpt", (6, 2), marks=pytest.mark.slow),
         pytest.param("convolutions", None, marks=pytest.mark.slow),
         ("mlp", None),
-        ("skips", (6, 2)),
+        pytest.param("skips", (6, 2), marks=pytest.mark.slow),
     ],
 )
 def test_saved_tensors_are_those_of_the_lowered_stages(name, window):
@@ -175,6 +175,7 @@ def cuts_by_schedule(choices):
     return found
 
 
+@pytest.mark.slow
 def test_the_schedule_moves_the_cut():
     choices = [(pipeline, w) for w in (1.0, 0.0) for pipeline in ("simple", "interleaved")]
     (found,) = run_ranks(cuts_by_schedule, 1, choices, timeout_s=120)

@@ -107,7 +107,7 @@ def assert_right(model, stage, share):
         torch.testing.assert_close(found[name], parameter.grad)
 
 
-@pytest.mark.parametrize("returns_view", [False, True])
+@pytest.mark.parametrize("returns_view", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_keeps_the_inputs_of_blocks(returns_view):
     model = marked(returns_view=returns_view)
     stage = traced(model)
@@ -123,13 +123,19 @@ def test_each_keeps_the_inputs_of_blocks(returns_view):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "inputs"), [("contiguous", 1), ("group_3", 3), ("group_4", 2), ("group_99", 1)]
+    ("strategy", "inputs"),
+    [
+        ("contiguous", 1),
+        ("group_3", 3),
+        pytest.param("group_4", 2, marks=pytest.mark.slow),
+        pytest.param("group_99", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_groups_keep_the_inputs_of_groups(strategy, inputs):
     assert saved_bytes(traced(marked(strategy=strategy)).lowered()) == inputs * BLOCK_INPUT
 
 
-@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torchs_checkpoints_keep_the_same(is_reentrant):
     model = Blocks(run=partial(checkpoint, use_reentrant=is_reentrant))
     assert saved_bytes(traced(model).lowered()) == 8 * BLOCK_INPUT

@@ -81,7 +81,9 @@ def run_on(spec, model, lowered, shards, ids, transport):
     return outputs[0], dict(zip(spec.trained, found, strict=False)), shards
 
 
-@pytest.mark.parametrize("keeps_whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize(
+    "keeps_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["parts", "whole"]
+)
 def test_gradients_are_means_over_the_group(keeps_whole):
     model = build()
     batches = batch_of(0, 1).chunk(2)
@@ -170,8 +172,12 @@ def scattered_by(piece):
     return [node.meta[DEPARTURE].number for node in nodes if DEPARTURE in node.meta]
 
 
-@pytest.mark.parametrize("keeps_whole", [False, True], ids=["parts", "whole"])
-@pytest.mark.parametrize("max_live", [10**9, 1], ids=["overlapping", "alone"])
+@pytest.mark.parametrize(
+    "keeps_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["parts", "whole"]
+)
+@pytest.mark.parametrize(
+    "max_live", [10**9, pytest.param(1, marks=pytest.mark.slow)], ids=["overlapping", "alone"]
+)
 def test_gradients_leave_block_by_block(max_live, keeps_whole):
     model = build()
     ids = batch_of(0, 1)
@@ -246,7 +252,7 @@ def test_a_turn_travels_as_one_message():
     assert len(expected) > 3 * len(model.blocks)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.0])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.0])
 def test_all_ranks_gather_the_same_together(share):
     """Biases of 25 elements are padded on the second rank, and travel as they do on the first."""
     model = build()

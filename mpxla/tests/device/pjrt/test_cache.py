@@ -96,9 +96,8 @@ def factored(folder, name):
     return backend.view(found)[0, 0].item(), kept.num_found
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("cholesky", 2.0), pytest.param("triangular", 4.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number"), [("cholesky", 2.0), ("triangular", 4.0)])
 def test_programs_of_linear_algebra_run_where_none_was_traced(tmp_path, name, number):
     assert factored(str(tmp_path), name) == (number, 0)
     code = f"from {__name__} import factored; print(factored({str(tmp_path)!r}, {name!r}))"

@@ -65,7 +65,9 @@ def test_a_quotient_by_the_maximum_reaches_one():
 _INDEX = torch.zeros(3, 64, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("operator", "function", "keywords"),
     [

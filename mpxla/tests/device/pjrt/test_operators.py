@@ -151,6 +151,7 @@ def test_some_operators_in_float32():
     assert not wrong(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter:UserWarning")  # torch 2.15
 def test_overloads_without_samples():
     assert not wrong(by_hand())

@@ -36,6 +36,7 @@ def test_split_backwards_train_as_in_one_process():
     assert_parity(observed, parity.train_plainly(case))
 
 
+@pytest.mark.slow
 def test_replicas_with_divided_updates_train_as_one_process():
     case = test_parity_replicas.Case("mlp", 2, 1, is_sharded=True, max_norm=0.1)
     observed = run_ranks(test_parity_replicas.train, case.world_size, case, env=PJRT)
@@ -43,6 +44,7 @@ def test_replicas_with_divided_updates_train_as_one_process():
     test_parity_replicas.assert_little_state(case, observed)
 
 
+@pytest.mark.slow
 def test_changes_in_place_do_not_reach_messages_under_way():
     expected, weights = test_late_delivery.plain(Tied)
     for seen, state in run_ranks(train_with_late_messages, 2, Tied, 3, env=PJRT):
@@ -66,7 +68,8 @@ def resume(path):
     return run.train(2)
 
 
-@pytest.mark.parametrize("writer", ["torch_xla", pytest.param("pjrt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", ["torch_xla", "pjrt"])
 def test_a_run_goes_on_on_the_other_backend(writer, tmp_path):
     first, second = (PJRT, {}) if writer == "pjrt" else ({}, PJRT)
     expected, _ = run_ranks(save_in_mid_run, 2, str(tmp_path), env=first)

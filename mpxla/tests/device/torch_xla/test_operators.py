@@ -128,7 +128,8 @@ CASES = {
     "hypot": (lambda x: torch.hypot(x, x.flip(0)), (3, 4)),
     "cross": (lambda x: torch.cross(x, x.flip(0), dim=-1), (2, 3)),
 }
-# What test_composition.py tries as well, in other shapes, and what is compiled as these are.
+# What test_composition.py tries as well, in other shapes, what is compiled as these are, and what
+# takes long.
 SLOW = (
     *("singular_values", "svd", "pinv", "nuclear_norm", "cummax", "cummin", "max_pool_with_gaps"),
     *("max_pool_3d", "max_unpool", "adaptive_max_pool", "repeat_interleave", "median", "solve"),
@@ -136,6 +137,8 @@ SLOW = (
     *("circular_padding_2d", "adaptive_avg_pool_to_one", "std_of_equal_values", "diagflat"),
     *("median_of_equal_values", "nll_loss_of_one_sample", "affine_grid", "channel_shuffle"),
     *("addmm_scaled", "clamp_by_wider_tensor", "vecdot", "aminmax", "count_nonzero", "hypot"),
+    *("logcumsumexp", "instance_norm_far_from_zero", "cholesky", "unfold", "fold", "logaddexp"),
+    *("multilabel_margin_loss", "avg_pool_with_padding_counted", "adaptive_avg_pool", "std"),
 )
 
 
