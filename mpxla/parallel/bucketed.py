@@ -341,12 +341,11 @@ class BucketedReduction:
         for index, bucket in enumerate(self._buckets):
             self._deliver(bucket, index)
         for name, handle in following.items():
-            value = self.reducer.rounds.attendance.wait(handle)
-            self._store.write([name], [value])
+            self._store.write([name], [handle.result()])
 
     def _deliver(self, bucket: Bucket, index: int) -> None:
         """Waits for one bucket and gives its gradients to the store."""
-        flat = self.reducer.rounds.attendance.wait(self._under_way.pop(index))
+        flat = self._under_way.pop(index).result()
         if len(bucket.holders) > 1:
             flat = self._sum_over_holders(flat, bucket.holders)
         if self._is_sharded:

@@ -204,7 +204,7 @@ class Models:
             self.engine.calls.meetings.pipeline(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):
                 self.engine.calls.meetings.replicas(what, line)
-                self._rounds.attendance.meet(what, line)
+                self._rounds.meet(what, line)
             yield
         except RankMismatch as error:
             session.report_failure(what, error)
@@ -280,7 +280,7 @@ class Models:
 
     def end_training(self) -> None:
         """Called when the session ends: all replicas have to have trained equally long."""
-        self._rounds.attendance.leave()
+        self._rounds.leave()
 
 
 def cut_report(cut: CutStep) -> str:

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.comm.objects import Objects
 from mpxla.errors import MpxlaError, RankMismatch
-from mpxla.parallel.accord import Accord
+from mpxla.parallel.rounds import Rounds
 from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import assert_close_by_norm
@@ -23,17 +24,17 @@ from mpxla.tests.tolerances import assert_close_by_norm
     ],
 )
 def test_each_is_compared_with_all_others(flows, settings, found):
-    accords = [Accord(transport, (0, 1, 2)) for transport in threads_world(3)]
-    for accord, flow, own in zip(accords, flows, settings, strict=True):
-        accord.announce(flow, own)
-    for rank, (accord, expected) in enumerate(zip(accords, found, strict=True)):
+    everyone = [Rounds(world, Objects(world), (0, 1, 2)) for world in threads_world(3)]
+    for rounds, flow, own in zip(everyone, flows, settings, strict=True):
+        rounds.begin_step(flow, own, "", list)
+    for rank, (rounds, expected) in enumerate(zip(everyone, found, strict=True)):
         if isinstance(expected, str):
             text = rf"^rank {rank} has other settings of its optimizer than {expected},"
             with pytest.raises(RankMismatch, match=text):
-                accord.check(lambda handle: handle.result())
+                rounds.is_same()
         else:
             for _ in range(2):  # once is enough
-                assert accord.check(lambda handle: handle.result()) is expected
+                assert rounds.is_same() is expected
 
 
 class Fork(nn.Module):
