@@ -28,7 +28,6 @@ from mpxla.runtime.constants import Constants
 from mpxla.runtime.control import AnnouncedError, as_announced
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
-from mpxla.runtime.derived import set_derived
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
@@ -49,7 +48,7 @@ from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
-from mpxla.runtime.step_writes import StepWrites
+from mpxla.runtime.step_writes import StepWrites, set_derived
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
 from mpxla.stage.making import graphs_made_quickly
