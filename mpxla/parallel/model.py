@@ -53,8 +53,8 @@ from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module, check_options
-from mpxla.runtime.member import Member
 from mpxla.runtime.state import load_into
+from mpxla.runtime.states import Member
 from mpxla.session import current
 
 __all__ = ["DistributedModel"]

@@ -32,8 +32,8 @@ from mpxla.parallel.store import ParameterStore
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.member import Member
 from mpxla.runtime.metrics_file import MetricsFile
+from mpxla.runtime.states import Member
 from mpxla.session import Session, current
 
 if TYPE_CHECKING:

@@ -32,12 +32,12 @@ from mpxla.runtime.call import (
 from mpxla.runtime.control import (
     AnnouncedError,
     ControlChannel,
+    Meetings,
     as_announced,
     raise_announced,
 )
 from mpxla.runtime.counting import Counters, leave
 from mpxla.runtime.identity import Identities
-from mpxla.runtime.meetings import Meetings
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.model_watch import ModelView, ModelWatch
 from mpxla.runtime.number_policy import NumberPolicy

@@ -33,7 +33,6 @@ from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.member import Member
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
 from mpxla.runtime.outputs import Part
@@ -47,7 +46,7 @@ from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
-from mpxla.runtime.states import ModelStates
+from mpxla.runtime.states import Member, ModelStates
 from mpxla.runtime.step_writes import StepWrites, set_derived
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP

@@ -23,7 +23,7 @@ from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites, copy_held
-from mpxla.schedule.subset import actions_of
+from mpxla.schedule.lower import actions_of
 
 __all__ = ["PlanRunner", "Ran"]
 
