@@ -371,7 +371,8 @@ class BucketedReduction:
         for arrival in [link.expect_from(rank, specs, "tied") for rank in others]:
             (term,) = arrival()
             total = total + backend.view(term)
-        link.send_values(others, [total], "tied")
+        for rank in others:
+            link.send_to(rank, [total], "tied")
         return total
 
     def launch(self, index: int, gradients: Accumulators) -> None:

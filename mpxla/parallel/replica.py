@@ -87,11 +87,10 @@ def _equalize_shared(replica: Replica, chosen: Set[str]) -> None:
         if len(ranks[name]) > 1 and name not in replica.state.shards:
             groups.setdefault(ranks[name], []).append(name)
     for (first, *others), names in sorted(groups.items()):
-        if replica.pp_rank == first:
-            replica.link.send_values(others, [local[name] for name in names], "tied")
-        elif replica.pp_rank in others:
-            specs = [TensorSpec.of(local[name]) for name in names]
-            replica.store.write(names, replica.link.receive_from(first, specs, "tied")())
+        if replica.pp_rank in (first, *others):
+            values = replica.link.hand_over(first, others, [local[name] for name in names])
+            if values is not None:
+                replica.store.write(names, values)
 
 
 def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
