@@ -23,10 +23,15 @@ from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Buffer
 from mpxla.errors import RankMismatch, StepError
-from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
+from mpxla.parallel.buckets import (
+    Bucket,
+    Packer,
+    cut_gradients,
+    fill_buckets,
+    sum_gradients,
+)
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica
-from mpxla.parallel.sums import cut_gradients, sum_gradients
 from mpxla.runtime.cut import CutStep
 
 if TYPE_CHECKING:
