@@ -29,7 +29,6 @@ from mpxla.runtime.control import AnnouncedError, as_announced
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.executor import StepRun
-from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.link import PipelineLink
@@ -42,7 +41,7 @@ from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
-from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.runner import Gathering, PlanRunner
 from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
