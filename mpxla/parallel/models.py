@@ -203,7 +203,8 @@ class Models:
         try:
             self.engine.calls.meetings.pipeline(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):
-                self.engine.calls.meetings.replicas(what, line)
+                if session.topology.pp_rank(session.rank) == 0:  # as before every step call
+                    self.engine.calls.sharded.compare(what, None, line)
                 self._rounds.meet(what, line)
             yield
         except RankMismatch as error:

@@ -44,8 +44,7 @@ from mpxla.runtime.number_policy import NumberPolicy
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed, generator_state, set_generator_state
-from mpxla.runtime.sharded_calls import ShardedCalls
-from mpxla.runtime.sharing import Sharing
+from mpxla.runtime.sharing import ShardedCalls, Sharing
 from mpxla.runtime.signature import (
     Signature,
     describe_change,
@@ -92,7 +91,7 @@ class Calls:
         self._sharing = Sharing(session.objects, sharing, session.backend, is_prescaled)
         sharded = session.topology.sdp_group(session.rank)
         self.sharded = ShardedCalls(session.objects, sharded)
-        self.meetings = Meetings(session, self.control, self.sharded)
+        self.meetings = Meetings(session, self.control)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()

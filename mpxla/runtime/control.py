@@ -9,7 +9,6 @@ from typing import Any, cast
 from mpxla.comm.codec import DATA
 from mpxla.comm.objects import Objects
 from mpxla.errors import MpxlaError, RankMismatch
-from mpxla.runtime.sharded_calls import ShardedCalls
 from mpxla.session import Session
 
 __all__ = ["AnnouncedError", "ControlChannel", "Meetings", "as_announced", "raise_announced"]
@@ -55,7 +54,7 @@ def raise_announced(message: Sequence[Any]) -> None:
 
 
 class Meetings:
-    """Where the ranks of a pipeline, or all ranks, meet before they do something outside of steps.
+    """Where the ranks of a pipeline meet before they do something together outside of steps.
 
     The first rank of a pipeline announces it as it announces steps, so that all see who does
     something else.
@@ -63,15 +62,13 @@ class Meetings:
     Args:
         session: topology and progress.
         control: announcements inside the pipeline.
-        sharded: where the first ranks of pipelines compare calls.
     """
 
-    def __init__(self, session: Session, control: ControlChannel, sharded: ShardedCalls):
+    def __init__(self, session: Session, control: ControlChannel):
         self._progress = session.progress
         self._rank = session.rank
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._control = control
-        self._sharded = sharded
 
     def pipeline(self, what: str, line: str) -> None:
         """Before something that the ranks of a pipeline do together.
@@ -92,19 +89,6 @@ class Meetings:
             return
         first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
         raise self._apart(first, f"{what}{line}", what)
-
-    def replicas(self, what: str, line: str) -> None:
-        """The same for what all ranks do together, where replicas compare every step call.
-
-        Args:
-            what: the call.
-            line: the user's.
-
-        Raises:
-            RankMismatch: another replica does something else.
-        """
-        if self._pp_rank == 0:
-            self._sharded.compare(what, None, line)
 
     def check(self, message: Any, own: str) -> None:
         """Raises if the first rank has come to a meeting, while this one does something else."""
