@@ -32,7 +32,7 @@ from mpxla.parallel.store import ParameterStore
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.metrics_file import MetricsFile
+from mpxla.runtime.metrics import MetricsFile
 from mpxla.runtime.states import Member
 from mpxla.session import Session, current
 
