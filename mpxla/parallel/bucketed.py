@@ -218,10 +218,14 @@ class BucketedReduction:
 
     def _make_packer(self, bucket: Bucket) -> Packer | None:
         present = self._present(bucket)
-        dtype = self.reducer.options.transfer_dtype if self._replica.count > 1 else None
-        dtype = dtype or bucket.dtype
-        shape = (bucket.parts, -1) if self._is_sharded else (-1,)
+        dtype, shape = self._travels_as(bucket)
         return Packer(bucket, present, dtype, self._replica.backend, shape) if present else None
+
+    def _travels_as(self, bucket: Bucket) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Type and shape of a bucket, also on replicas that have no gradient of it."""
+        dtype = self.reducer.options.transfer_dtype if self._replica.count > 1 else None
+        shape = (bucket.parts, -1) if self._is_sharded else (-1,)
+        return dtype or bucket.dtype, shape
 
     def _present(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.names if self._sources.get(name)]
@@ -387,11 +391,10 @@ class BucketedReduction:
         group = self._group_of(bucket.names[0])
         scale = 1.0 if hook is not None else 1.0 / len(group)
         if packer is None:
-            flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
+            dtype, shape = self._travels_as(bucket)
+            flat = torch.zeros(bucket.num_elements, dtype=dtype).view(shape)
         else:
             flat = packer(self._sums(present, gradients, earlier=True), scale)
-        if self._is_sharded:
-            flat = flat.view(bucket.parts, -1) if packer is None else flat
         if hook is not None:
             parameters = [self._replica.state.parameters[name] for name in bucket.names]
             is_last = len(self._under_way) == len(self._buckets) - 1
