@@ -304,9 +304,8 @@ class BucketedReduction:
 
     def outline(self) -> list[Collective]:
         """The collectives of one call, for replicas that have to take part without a step."""
-        dtype = self.reducer.options.transfer_dtype
         outline = [
-            Collective("all_reduce", (bucket.num_elements,), dtype or bucket.dtype)
+            Collective("all_reduce", (bucket.num_elements,), self._travels_as(bucket)[0])
             for bucket in self._buckets
         ]
         outline += [
