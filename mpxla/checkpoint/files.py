@@ -20,8 +20,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from mpxla.checkpoint.plain_data import find_unpicklable, find_unsafe, foreign_classes
+from mpxla.checkpoint.plain_data import find_unsafe, foreign_classes
 from mpxla.comm.codec import register
+from mpxla.comm.objects import unpicklable
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
 
@@ -124,7 +125,7 @@ def serialize(
     try:
         torch.save(value, buffer, **options)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        place, part = find_unpicklable(value, what)
+        place, part = unpicklable(value, what)
         raise CheckpointError(
             f"{place} is {_kind(part)} and cannot be saved: {error}. {_PLAIN}"
         ) from error

@@ -9,7 +9,6 @@ because a file says so.
 import argparse
 import dataclasses
 import io
-import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from mpxla.comm.codec import find_class
 from mpxla.comm.objects import Entry, innermost
 
-__all__ = ["find_unpicklable", "find_unsafe", "foreign_classes"]
+__all__ = ["find_unsafe", "foreign_classes"]
 
 _HOOKS = ("__setstate__", "__reduce__", "__reduce_ex__", "__new__")
 
@@ -50,19 +49,6 @@ def foreign_classes(file: Any) -> tuple[list[Any], list[str]]:
 def find_unsafe(value: Any, what: str) -> Entry:
     """The innermost entry that loading refuses."""
     return innermost((what, value), _parts, lambda v: bool(foreign_classes(_saved(v))[1]))
-
-
-def find_unpicklable(value: Any, what: str) -> Entry:
-    """The innermost entry that cannot be saved."""
-
-    def fails(part: Any) -> bool:
-        try:
-            _saved(part)
-        except (pickle.PicklingError, TypeError, AttributeError):
-            return True
-        return False
-
-    return innermost((what, value), _parts, fails)
 
 
 def _saved(value: Any) -> io.BytesIO:

@@ -33,6 +33,7 @@ __all__ = [
     "innermost",
     "pickled",
     "restore",
+    "unpicklable",
     "unpickled",
 ]
 
@@ -217,7 +218,7 @@ def dump(obj: Any, purpose: str) -> torch.Tensor:
     try:
         return torch.frombuffer(pickled(obj), dtype=torch.uint8)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        path, part = innermost(("obj", obj), _parts, _fails)
+        path, part = unpicklable(obj, "obj")
         raise MpxlaError(
             f"{purpose}: {path}, {_show(part)}, cannot be pickled ({error}). Send data instead: "
             f"numbers, strings, tensors, and containers of them."
@@ -269,6 +270,11 @@ def innermost(
         seen.add(id(entry[1]))
         entry = next((part for part in parts(*entry) if is_bad(part[1])), entry)
     return entry
+
+
+def unpicklable(obj: Any, name: str) -> Entry:
+    """The innermost part of an object of that name that cannot be pickled."""
+    return innermost((name, obj), _parts, _fails)
 
 
 def _parts(path: str, obj: Any) -> Iterator[Entry]:

@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch.distributed import Store
 
@@ -31,50 +30,6 @@ _KEYS_AT_ONCE = 64
 _MOST_NAMED = 16
 
 
-class _Entry(NamedTuple):
-    """What a rank says of itself."""
-
-    version: str
-    home: str
-
-
-class _Roll:
-    """One roll call in the store of a session."""
-
-    def __init__(self, store: Store, world_size: int) -> None:
-        self._store = store
-        self._missing = list(range(world_size))
-
-    def write(self, rank: int, entry: _Entry) -> None:
-        self._store.set(self._key(rank), json.dumps(entry))
-
-    def read(self, rank: int) -> _Entry:
-        version, home, *_ = json.loads(self._store.get(self._key(rank)))
-        return _Entry(str(version), str(home))
-
-    def missing(self) -> list[int]:
-        """Ranks of which some have not come; asks for few at a time, since all ranks ask."""
-        while some := self._missing[:_KEYS_AT_ONCE]:
-            if not self._store.check([self._key(rank) for rank in some]):
-                break
-            del self._missing[: len(some)]
-        return self._missing
-
-    def absent(self) -> list[int]:
-        """Exactly the ranks that have not come."""
-        return [rank for rank in self.missing() if not self._store.check([self._key(rank)])]
-
-    def give_up(self, text: str) -> None:
-        self._store.set(_GIVEN_UP, text)
-
-    def given_up(self) -> str | None:
-        """Why another rank waits no longer."""
-        return self._store.get(_GIVEN_UP).decode() if self._store.check([_GIVEN_UP]) else None
-
-    def _key(self, rank: int) -> str:
-        return f"{_PREFIX}/{rank}"
-
-
 def call_roll(store: Store, rank: int, world_size: int, version: str, timeout_s: float) -> None:
     """Waits until all ranks have come; every rank calls it, before all other communication.
 
@@ -83,31 +38,58 @@ def call_roll(store: Store, rank: int, world_size: int, version: str, timeout_s:
             missing. A rank that comes later gets the same error at once.
         RankMismatch: ranks have different versions of mpxla.
     """
-    roll = _Roll(store, world_size)
-    roll.write(rank, _Entry(version, f"pid {os.getpid()} on {socket.gethostname()}"))
-    start = time.monotonic()
+    home = f"pid {os.getpid()} on {socket.gethostname()}"
+    store.set(_key(rank), json.dumps([version, home]))
+    missing, start = list(range(world_size)), time.monotonic()
     warn_at, pause_s = start + _WARN_AFTER_S, _FIRST_PAUSE_S
-    while roll.missing():
+    while _are_missing(store, missing):
         now = time.monotonic()
-        if (text := roll.given_up()) is not None:
+        if store.check([_GIVEN_UP]):
+            text = store.get(_GIVEN_UP).decode()
             raise PeerFailure(f"rank {rank} came too late: {text}")
-        if now - start >= timeout_s and (absent := roll.absent()):
-            text = _describe(roll, absent, rank, world_size, timeout_s)
-            roll.give_up(text)
+        if now - start >= timeout_s and (absent := _absent(store, missing)):
+            text = _describe(store, absent, rank, world_size, timeout_s)
+            store.set(_GIVEN_UP, text)
             raise PeerFailure(text)
         if now >= warn_at:
-            get_logger().warning("waiting for %s to call smp.init", _named(roll.absent()))
+            waits_for = _named(_absent(store, missing))
+            get_logger().warning("waiting for %s to call smp.init", waits_for)
             warn_at = now + (now - start)
         time.sleep(min(pause_s, max(start + timeout_s - now, 0.0)))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    _check_versions([roll.read(other) for other in range(world_size)])
+    _check_versions([_read(store, other)[0] for other in range(world_size)])
+
+
+def _key(rank: int) -> str:
+    return f"{_PREFIX}/{rank}"
+
+
+def _read(store: Store, rank: int) -> tuple[str, str]:
+    """(version, where it runs) of a rank that has come."""
+    version, home, *_ = json.loads(store.get(_key(rank)))
+    return str(version), str(home)
+
+
+def _are_missing(store: Store, ranks: list[int]) -> bool:
+    """Takes ranks that have come from the list; few are asked for at a time, since all ranks ask.
+
+    Where some of a few have come only, all of them stay.
+    """
+    while (some := ranks[:_KEYS_AT_ONCE]) and store.check([_key(rank) for rank in some]):
+        del ranks[: len(some)]
+    return bool(ranks)
+
+
+def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
+    """Exactly those of some ranks that have not come."""
+    return [rank for rank in ranks if not store.check([_key(rank)])]
 
 
 def _describe(
-    roll: _Roll, missing: Sequence[int], rank: int, world_size: int, timeout_s: float
+    store: Store, missing: Sequence[int], rank: int, world_size: int, timeout_s: float
 ) -> str:
     there = [other for other in range(world_size) if other not in missing]
-    homes = "; ".join(f"rank {other}: {roll.read(other).home}" for other in there[:_MOST_NAMED])
+    homes = "; ".join(f"rank {other}: {_read(store, other)[1]}" for other in there[:_MOST_NAMED])
     return (
         f"rank {rank} waited {timeout_s:g} s (init_timeout_s) for {_named(missing)} to call "
         f"smp.init; {_named(there)} of {world_size} came ({homes}). Look at the output of "
@@ -121,10 +103,10 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
-def _check_versions(entries: Sequence[_Entry]) -> None:
+def _check_versions(versions: Sequence[str]) -> None:
     by_version: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        by_version.setdefault(entry.version, []).append(rank)
+    for rank, version in enumerate(versions):
+        by_version.setdefault(version, []).append(rank)
     if len(by_version) > 1:
         found = ", ".join(f"{version} on {_named(ranks)}" for version, ranks in by_version.items())
         raise RankMismatch(

@@ -16,9 +16,9 @@ from mpxla.compat import CompatError
 from mpxla.compat.devices import DeviceMap
 from mpxla.compat.memory import MEMORY_FUNCTIONS, total_bytes
 from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, REFUSED, Fate, Name, cuda_name
+from mpxla.compat.patching import View, show
 from mpxla.compat.randomness import DeviceRandomness
 from mpxla.compat.streams import NVTX_FUNCTIONS, STREAM_FUNCTIONS, synchronize
-from mpxla.compat.views import View, show
 from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.user_lines import at_script_line
 

@@ -13,14 +13,13 @@ import torch
 from mpxla.compat import CompatError
 from mpxla.compat.alias import importable
 from mpxla.compat.check import check_script
-from mpxla.compat.collectives import nccl_means_gloo
 from mpxla.compat.cuda import cuda_names
 from mpxla.compat.devices import DeviceMap, DeviceMapping, device_backend
 from mpxla.compat.huggingface import speaks_trainer
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
 from mpxla.compat.patching import Patches
-from mpxla.compat.processes import ranks_told
+from mpxla.compat.processes import nccl_means_gloo, ranks_told
 from mpxla.compat.settings import Pipeline, trainer_variables
 from mpxla.env import read_environment, set_variables
 from mpxla.graph.capture import current_recorder

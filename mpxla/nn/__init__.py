@@ -5,7 +5,7 @@ from mpxla.nn.attention import (
     DistributedTransformerOutputLayer,
     FlashAttentionLayer,
 )
-from mpxla.nn.base import DistributedModule
+from mpxla.nn.layers import DistributedModule
 from mpxla.nn.modules import DistributedEmbedding, DistributedLinear
 from mpxla.nn.transformer import (
     DistributedTransformer,

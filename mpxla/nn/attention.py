@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from mpxla.errors import ConfigError
 from mpxla.graph.collectives import vary
-from mpxla.nn.base import DistributedModule
-from mpxla.nn.layers import shards_of
+from mpxla.nn.layers import DistributedModule, shards_of
 
 __all__ = ["DistributedAttentionLayer", "DistributedTransformerOutputLayer", "FlashAttentionLayer"]
 

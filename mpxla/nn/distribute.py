@@ -19,7 +19,6 @@ from mpxla.comm.transport import Members
 from mpxla.delayed import materialize
 from mpxla.errors import ConfigError
 from mpxla.log import get_logger
-from mpxla.nn.base import SETTINGS
 from mpxla.nn.layers import divide_size, find_shards, split
 from mpxla.nn.marks import marking
 from mpxla.nn.plans import Unit, units_of
@@ -40,6 +39,16 @@ __all__ = [
 ]
 
 _SWITCH = "_mpxla_tensor_parallelism"
+_SETTINGS = frozenset(
+    {
+        # How SMP's kernels compute the same. XLA fuses as it likes; embeddings are split anyway.
+        *("fused_softmax", "fused_bias_gelu", "fused_dropout", "flash_attention"),
+        *("distribute_embedding", "query_key_layer_scaling", "attention_in_fp32"),
+        "fp32_residual_addition",
+        *("use_alibi", "alibi_bias_max"),
+    }
+)
+"""Settings of tensor parallelism (SMP API reference, "smp.tensor_parallelism")."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ def mark_modules(
 
 
 def _switch(what: str, enabled: bool, settings: Mapping[str, Any]) -> _Switch:
-    known = SETTINGS | known_arguments()
+    known = _SETTINGS | known_arguments()
     for kind in (DistributedTransformerLMHead, DistributedTransformerLayer):
         known |= set(inspect.signature(kind).parameters)
     unknown = sorted(set(settings) - known)

@@ -26,6 +26,7 @@ from mpxla.graph.collectives import gather_parts, look_up, sum_over
 from mpxla.nn.shards import Shard
 
 __all__ = [
+    "DistributedModule",
     "Style",
     "can_split",
     "divide_size",
@@ -37,6 +38,15 @@ __all__ = [
 
 _SHARDS = "_mpxla_shards"
 _BEFORE = "_mpxla_before_split"
+
+
+class DistributedModule(nn.Module):
+    """Base class of the layers whose tensors can be split: those of `smp.nn`, and your own.
+
+    A layer of your own is built of layers of `smp.nn`, or of submodules in a `_tp_plan`. Until
+    `DistributedModel` wraps the model it is an ordinary, whole layer.
+    (SMP API reference, "smp.nn.DistributedModule".)
+    """
 
 
 class Style(Enum):

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from mpxla.graph.collectives import gather_parts, sum_over, vary
-from mpxla.nn.base import DistributedModule
-from mpxla.nn.layers import shards_of
+from mpxla.nn.layers import DistributedModule, shards_of
 
 __all__ = ["DistributedEmbedding", "DistributedLinear"]
 

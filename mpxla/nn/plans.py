@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from mpxla.nn.base import DistributedModule
-from mpxla.nn.layers import Style, can_split
+from mpxla.nn.layers import DistributedModule, Style, can_split
 from mpxla.nn.modules import DistributedEmbedding, DistributedLinear
 
 __all__ = ["Entry", "Unit", "units_of"]

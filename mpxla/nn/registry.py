@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from mpxla.errors import ConfigError
-from mpxla.nn.base import DistributedModule
+from mpxla.nn.layers import DistributedModule
 
 __all__ = ["exchange", "is_registered", "known_arguments", "tp_register", "tp_register_with_module"]
 

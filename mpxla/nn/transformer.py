@@ -21,7 +21,7 @@ from mpxla.nn.attention import (
     dropped,
     initialize,
 )
-from mpxla.nn.base import DistributedModule
+from mpxla.nn.layers import DistributedModule
 
 __all__ = [
     "DistributedTransformer",

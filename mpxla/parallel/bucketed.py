@@ -23,10 +23,15 @@ from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Buffer
 from mpxla.errors import RankMismatch, StepError
-from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
+from mpxla.parallel.buckets import (
+    Bucket,
+    Packer,
+    cut_gradients,
+    fill_buckets,
+    sum_gradients,
+)
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica
-from mpxla.parallel.sums import cut_gradients, sum_gradients
 from mpxla.runtime.cut import CutStep
 
 if TYPE_CHECKING:
@@ -213,10 +218,14 @@ class BucketedReduction:
 
     def _make_packer(self, bucket: Bucket) -> Packer | None:
         present = self._present(bucket)
-        dtype = self.reducer.options.transfer_dtype if self._replica.count > 1 else None
-        dtype = dtype or bucket.dtype
-        shape = (bucket.parts, -1) if self._is_sharded else (-1,)
+        dtype, shape = self._travels_as(bucket)
         return Packer(bucket, present, dtype, self._replica.backend, shape) if present else None
+
+    def _travels_as(self, bucket: Bucket) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Type and shape of a bucket, also on replicas that have no gradient of it."""
+        dtype = self.reducer.options.transfer_dtype if self._replica.count > 1 else None
+        shape = (bucket.parts, -1) if self._is_sharded else (-1,)
+        return dtype or bucket.dtype, shape
 
     def _present(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.names if self._sources.get(name)]
@@ -295,9 +304,8 @@ class BucketedReduction:
 
     def outline(self) -> list[Collective]:
         """The collectives of one call, for replicas that have to take part without a step."""
-        dtype = self.reducer.options.transfer_dtype
         outline = [
-            Collective("all_reduce", (bucket.num_elements,), dtype or bucket.dtype)
+            Collective("all_reduce", (bucket.num_elements,), self._travels_as(bucket)[0])
             for bucket in self._buckets
         ]
         outline += [
@@ -341,12 +349,11 @@ class BucketedReduction:
         for index, bucket in enumerate(self._buckets):
             self._deliver(bucket, index)
         for name, handle in following.items():
-            value = self.reducer.rounds.attendance.wait(handle)
-            self._store.write([name], [value])
+            self._store.write([name], [handle.result()])
 
     def _deliver(self, bucket: Bucket, index: int) -> None:
         """Waits for one bucket and gives its gradients to the store."""
-        flat = self.reducer.rounds.attendance.wait(self._under_way.pop(index))
+        flat = self._under_way.pop(index).result()
         if len(bucket.holders) > 1:
             flat = self._sum_over_holders(flat, bucket.holders)
         if self._is_sharded:
@@ -372,7 +379,8 @@ class BucketedReduction:
         for arrival in [link.expect_from(rank, specs, "tied") for rank in others]:
             (term,) = arrival()
             total = total + backend.view(term)
-        link.send_values(others, [total], "tied")
+        for rank in others:
+            link.send_to(rank, [total], "tied")
         return total
 
     def launch(self, index: int, gradients: Accumulators) -> None:
@@ -382,11 +390,10 @@ class BucketedReduction:
         group = self._group_of(bucket.names[0])
         scale = 1.0 if hook is not None else 1.0 / len(group)
         if packer is None:
-            flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
+            dtype, shape = self._travels_as(bucket)
+            flat = torch.zeros(bucket.num_elements, dtype=dtype).view(shape)
         else:
             flat = packer(self._sums(present, gradients, earlier=True), scale)
-        if self._is_sharded:
-            flat = flat.view(bucket.parts, -1) if packer is None else flat
         if hook is not None:
             parameters = [self._replica.state.parameters[name] for name in bucket.names]
             is_last = len(self._under_way) == len(self._buckets) - 1

@@ -7,12 +7,12 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
-from mpxla.parallel.digests import digest_of
+from mpxla.parallel.replica import equalize_beside
 from mpxla.parallel.update_copy import UpdateCopy
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
 
-__all__ = ["Carrier", "equalize_beside", "take_along"]
+__all__ = ["Carrier", "take_along"]
 
 
 class Carrier:
@@ -104,22 +104,3 @@ def take_along(
         return [] if parameter.is_meta else [carrier.whole(parameter)]
 
     follow_parameters(optimizer, before, heirs, carrier.move)
-
-
-def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
-    """Gives all replicas the tensors of the first that an optimizer keeps beside its parameters.
-
-    Copies of parameters that were made before differ where replicas have different random seeds.
-    Tensors on a device stay. All ranks call it.
-    """
-    group = session.topology.rdp_group(session.rank)
-    hosted = [t for t in tensors if t.device.type == "cpu" and t.dim() > 0]
-    if len(group) == 1 or not hosted:
-        return
-    digests = [digest_of(tensor) for tensor in hosted]
-    everyone = session.objects.allgather(digests, group)
-    for number, tensor in enumerate(hosted):
-        if any(other[number] != everyone[0][number] for other in everyone):
-            value = session.transport.broadcast(tensor.detach().contiguous(), group[0], group)
-            with torch.no_grad():
-                tensor.copy_(value.result())

@@ -61,7 +61,7 @@ class CombinedReduction:
         self._reducing = reducing = [part for part in self._parts if part.begin()]
         if not reducing:
             return
-        source = self._rounds.meet(
+        source = self._rounds.begin_step(
             " ".join(part.description for part in reducing),
             "; ".join(part.reducer.settings() for part in reducing),
             self._exchanges,
@@ -140,7 +140,7 @@ class ModelReducers:
 
     def meet(self, what: str, line: str) -> None:
         """Before something that all replicas do at once, or none."""
-        self._rounds.attendance.meet(what, line)
+        self._rounds.meet(what, line)
 
     def prepare(
         self, cuts: Sequence[CutStep], num_microbatches: int, exchanges: Sequence[str]

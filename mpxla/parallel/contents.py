@@ -4,6 +4,7 @@ The part of `DistributedModel` that is about parameters and buffers by name. It 
 hooks or optimizers.
 """
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -16,16 +17,35 @@ from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
-from mpxla.parallel.digests import check_equal_values
-from mpxla.parallel.names import NoSuchAttributeError
+from mpxla.parallel.replica import check_equal_values
 from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
 
-__all__ = ["PartitionedModule"]
+__all__ = ["NoSuchAttributeError", "PartitionedModule"]
 
 _GATHER = "model.state_dict"
+
+
+class NoSuchAttributeError(AttributeError):
+    """A name that neither a wrapper (of a model or optimizer) nor what it wraps has."""
+
+    def __init__(self, wrapper: Any, name: str, inner: Any):
+        super().__init__(name=name, obj=wrapper)
+        self._kind = type(wrapper)
+        self._inner = type(inner).__name__
+
+    def __str__(self) -> str:
+        # Not before somebody reads it: `hasattr` in every step would pay for the search.
+        kind = self._kind.__name__
+        known = [other for other in dir(self._kind) if not other.startswith("_")]
+        near = difflib.get_close_matches(str(self.name), known, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"see dir(smp.{kind}) for what there is."
+        return (
+            f"mpxla's {kind} has no attribute {self.name!r}, nor has the {self._inner} that it "
+            f"wraps; {advice}"
+        )
 
 
 class PartitionedModule(nn.Module):

@@ -8,7 +8,7 @@ nobody has a batch any more, everyone takes over the values of a replica that tr
     replica 1   meet  reduce    stay: meet, zeros     zeros          ...  take over
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from mpxla.comm.codec import register
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Transport
 from mpxla.errors import RankMismatch
-from mpxla.parallel.attendance import Attendance
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Collective", "Join"]
@@ -44,19 +43,22 @@ class _Step(NamedTuple):
 
 
 class Join:
-    """One `with model.join():` on one rank of a group that reduces together."""
+    """One `with model.join():` on one rank of a group that reduces together.
+
+    `count_step` is called for every reduction of others that this rank takes part in.
+    """
 
     def __init__(
         self,
         transport: Transport,
         objects: Objects,
         group: Sequence[int],
-        attendance: Attendance,
+        count_step: Callable[[], None],
     ):
         self._transport = transport
         self._objects = objects
         self._group = tuple(group)
-        self._attendance = attendance
+        self._count_step = count_step
         self._num_steps = 0
 
     def meet(self, description: str, outline: Sequence[Collective]) -> int:
@@ -93,7 +95,7 @@ class Join:
             found = self._exchange(self._num_steps)
             for index, other in enumerate(found):
                 if isinstance(other, _Step):
-                    self._attendance.count_step()
+                    self._count_step()
                     self._take_part(other.outline, self._group[index])
                     break
             else:

@@ -142,7 +142,6 @@ class Unscaling:
         self._programs = programs
         self._transport = transport
         self._ranks = tuple(ranks)
-        self._factor: tuple[float, Buffer] | None = None
 
     def __call__(self, owners: Sequence[nn.Parameter], scale: float) -> bool:
         """Divides the gradients of this rank in place. Waits for them; all ranks must call it.
@@ -170,9 +169,7 @@ class Unscaling:
         owners = [owner for owner in owners if owner.grad is not None]
         if not owners:
             return
-        if self._factor is None or self._factor[0] != factor:
-            self._factor = factor, backend.put([torch.tensor(factor, dtype=torch.float32)])[0]
-        given = self._factor[1]
+        given = self._programs.number(factor, torch.float32)
 
         def scaled(gradients: Sequence[Buffer]) -> list[Buffer]:
             donated = range(1, 1 + len(gradients))

@@ -32,8 +32,8 @@ from mpxla.parallel.store import ParameterStore
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.member import Member
-from mpxla.runtime.metrics_file import MetricsFile
+from mpxla.runtime.metrics import MetricsFile
+from mpxla.runtime.states import Member
 from mpxla.session import Session, current
 
 if TYPE_CHECKING:
@@ -203,8 +203,9 @@ class Models:
         try:
             self.engine.calls.meetings.pipeline(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):
-                self.engine.calls.meetings.replicas(what, line)
-                self._rounds.attendance.meet(what, line)
+                if session.topology.pp_rank(session.rank) == 0:  # as before every step call
+                    self.engine.calls.sharded.compare(what, None, line)
+                self._rounds.meet(what, line)
             yield
         except RankMismatch as error:
             session.report_failure(what, error)
@@ -280,7 +281,7 @@ class Models:
 
     def end_training(self) -> None:
         """Called when the session ends: all replicas have to have trained equally long."""
-        self._rounds.attendance.leave()
+        self._rounds.leave()
 
 
 def cut_report(cut: CutStep) -> str:

@@ -131,7 +131,6 @@ class GradientNorm:
         self._counts = counts
         self._programs = Programs(backend)
         self._dtype = wide_dtype(backend)
-        self._limits: dict[float, torch.Tensor] = {}
 
     @property
     def _placed(self) -> list[ParameterStore]:
@@ -192,7 +191,8 @@ class GradientNorm:
         """Scales the gradients of some parameters; see `clip_grad_norm_`."""
         owners = self._owners(parameters)
         counted = [o.grad for o, is_counted in owners if is_counted and o.grad is not None]
-        given = [*self._backend.put([self._powers(counted, order)]), self._limit(max_norm)]
+        limit = self._programs.number(max_norm, self._dtype)
+        given = [*self._backend.put([self._powers(counted, order)]), limit]
         del counted  # what somebody sees is not donated
         dtype, found = _dtype_of_norm(parameters), list[Buffer]()
 
@@ -220,7 +220,7 @@ class GradientNorm:
             if is_counted and tensor is not None and id(tensor) in ids
         ]
         (powers,) = self._backend.put([self._powers(counted, order)])
-        given = [powers, self._limit(0.0)]
+        given = [powers, self._programs.number(0.0, self._dtype)]
         settings = order, _dtype_of_norm(tensors)
         (norm,) = self._programs.run(_NAME, _scaled, settings, given)
         return self._backend.publish([norm])[0]
@@ -266,11 +266,6 @@ class GradientNorm:
                     is_first = store.ranks[name][0] == pp_rank
                     found[id(owner)] = owner, is_first and self._counts(reducer.label, name)
         return list(found.values())
-
-    def _limit(self, value: float) -> torch.Tensor:
-        if value not in self._limits:
-            (self._limits[value],) = self._backend.put([torch.tensor(value, dtype=self._dtype)])
-        return self._limits[value]
 
 
 def _dtype_of_norm(tensors: Sequence[torch.Tensor]) -> torch.dtype:

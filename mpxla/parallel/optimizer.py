@@ -17,17 +17,17 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger, warn_once
 from mpxla.nn.distribute import refuse_with_shards
-from mpxla.parallel.carrier import equalize_beside, take_along
+from mpxla.parallel.carrier import take_along
 from mpxla.parallel.closures import Closure, ClosureSteps
 from mpxla.parallel.companions import tensors_beside
+from mpxla.parallel.contents import NoSuchAttributeError
 from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_parameters
 from mpxla.parallel.loss_scale import LossScale
-from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.norms import clip_grad_norm_
 from mpxla.parallel.optimizer_state import Numbers, OptimizerState, parameters_of
-from mpxla.parallel.own_methods import published
-from mpxla.parallel.pieces import SHARD_KEY, join_shards
+from mpxla.parallel.pieces import SHARD_KEY, join_shards, published
 from mpxla.parallel.programs import Programs
+from mpxla.parallel.replica import equalize_beside
 from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
 from mpxla.parallel.stochastic_rounding import StochasticRounding, check_parameters
 from mpxla.parallel.update import CompiledUpdate

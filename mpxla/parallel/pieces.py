@@ -4,9 +4,11 @@ Exchanges the contents of its param groups once, and translates its state betwee
 parameters: outside of it, states look as those of the plain optimizer.
 """
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +19,10 @@ from mpxla.parallel.state_dicts import HELD_KEY
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update_copy import Range, UpdateCopy
 
-__all__ = ["SHARD_KEY", "OptimizerPieces", "cut_state", "join_shards", "join_states"]
+if TYPE_CHECKING:
+    from mpxla.parallel.update import CompiledUpdate
+
+__all__ = ["SHARD_KEY", "OptimizerPieces", "cut_state", "join_shards", "join_states", "published"]
 
 SHARD_KEY = "_mpxla_shard"
 """In the state of one replica's pieces: position -> (range of the piece, shape of the whole)."""
@@ -199,6 +204,48 @@ class OptimizerPieces:
             if position in state:
                 state[position] = cut_state(state[position], shape, start, stop)
         return {**full, "state": state}
+
+
+def published(
+    found: Any, optimizer: torch.optim.Optimizer, pieces: OptimizerPieces, update: "CompiledUpdate"
+) -> Any:
+    """An attribute of an optimizer, where it is a method whose writes to the model are published.
+
+    That are methods that only a user's optimizer has, such as `first_step` of SAM and `eval` of a
+    schedule. They find gradients and values of the model in the update copies, and where they write
+    to one, its parameter has to take the value before the next step call. With divided copies, all
+    ranks have to call them.
+    """
+    is_own = inspect.ismethod(found) and found.__self__ is optimizer
+    if not is_own or hasattr(torch.optim.Optimizer, found.__name__):
+        return found
+
+    @functools.wraps(found)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not pieces.num_held:  # which is known when the model has been placed
+            return found(*args, **kwargs)
+        pieces.collect_gradients()
+        pieces.renew()
+        known = pieces.prints()
+
+        def publish() -> None:
+            nonlocal known
+            before, known = known, pieces.prints()
+            if known != before:
+                pieces.publish(has_masters=True)
+
+        update.was_compiled = False
+        update.begins = publish  # it would take parameters that differ for written to
+        try:
+            result = found(*args, **kwargs)
+        finally:
+            update.begins = None
+        if update.was_compiled:
+            pieces.publish(has_masters=False)
+        publish()
+        return result
+
+    return call
 
 
 def _state_of(parameter: torch.Tensor) -> object:

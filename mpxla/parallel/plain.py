@@ -13,8 +13,8 @@ from torch import nn
 from mpxla.device.backend import Buffer
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.combined import CombinedReduction
-from mpxla.parallel.lent_gradients import own_gradient
 from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.script_gradients import own_gradient
 from mpxla.parallel.store import set_gradients
 
 __all__ = ["PlainBackward"]

@@ -1,7 +1,7 @@
 """Small programs over gradients and parameters, compiled when they first run on given shapes."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ __all__ = ["Programs", "wide_dtype"]
 
 _MAX_PROGRAMS = 256
 """A model uses some dozens; there are more where shapes or settings change in each step."""
+_MAX_NUMBERS = 8
 
 
 def wide_dtype(backend: Backend) -> torch.dtype:
@@ -26,11 +27,16 @@ def wide_dtype(backend: Backend) -> torch.dtype:
 
 
 class Programs:
-    """Compiles and runs functions, each once for its settings and the specs of its arguments."""
+    """Compiles and runs functions, each once for its settings and the specs of its arguments.
+
+    Attributes:
+        number: gives a number of a type on the device; the last few stay there.
+    """
 
     def __init__(self, backend: Backend):
         self.backend = backend
         self._known: dict[Any, Executable] = {}
+        self.number = lru_cache(_MAX_NUMBERS)(self._number)
 
     def run(
         self,
@@ -61,3 +67,6 @@ class Programs:
                 f"Clip and sum the same parameters in every step.",
             )
         return program(arguments)
+
+    def _number(self, value: float, dtype: torch.dtype) -> Buffer:
+        return self.backend.put([torch.tensor(value, dtype=dtype)])[0]

@@ -4,9 +4,13 @@ Start values and buffers are made equal here too: those of the first replica, an
 holder of a shared tensor, are everyone's.
 """
 
-from collections.abc import Iterable, Set
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import torch
+
+from mpxla.comm.agreement import check_agreement
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import pack, unpack
 from mpxla.comm.transport import Transport
@@ -14,9 +18,10 @@ from mpxla.device.backend import Backend
 from mpxla.parallel.store import ParameterStore
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState
+from mpxla.session import Session
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Replica", "equalize"]
+__all__ = ["Replica", "check_equal_values", "equalize", "equalize_beside"]
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,57 @@ def _equalize_shared(replica: Replica, chosen: Set[str]) -> None:
         if len(ranks[name]) > 1 and name not in replica.state.shards:
             groups.setdefault(ranks[name], []).append(name)
     for (first, *others), names in sorted(groups.items()):
-        if replica.pp_rank == first:
-            replica.link.send_values(others, [local[name] for name in names], "tied")
-        elif replica.pp_rank in others:
-            specs = [TensorSpec.of(local[name]) for name in names]
-            replica.store.write(names, replica.link.receive_from(first, specs, "tied")())
+        if replica.pp_rank in (first, *others):
+            values = replica.link.hand_over(first, others, [local[name] for name in names])
+            if values is not None:
+                replica.store.write(names, values)
+
+
+def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
+    """Gives all replicas the tensors of the first that an optimizer keeps beside its parameters.
+
+    Copies of parameters that were made before differ where replicas have different random seeds.
+    Tensors on a device stay. All ranks call it.
+    """
+    group = session.topology.rdp_group(session.rank)
+    hosted = [t for t in tensors if t.device.type == "cpu" and t.dim() > 0]
+    if len(group) == 1 or not hosted:
+        return
+    digests = [_digest_of(tensor) for tensor in hosted]
+    everyone = session.objects.allgather(digests, group)
+    for number, tensor in enumerate(hosted):
+        if any(other[number] != everyone[0][number] for other in everyone):
+            value = session.transport.broadcast(tensor.detach().contiguous(), group[0], group)
+            with torch.no_grad():
+                tensor.copy_(value.result())
+
+
+def check_equal_values(
+    objects: Objects, group: Sequence[int], values: Mapping[str, torch.Tensor]
+) -> None:
+    """Checks that all ranks of a group have the same tensors; all of them call it.
+
+    They compare digests: hashing takes a second for some 600 MB, which is less than reading took.
+
+    Raises:
+        RankMismatch: with the first name where they differ.
+    """
+    if len(group) == 1:
+        return
+    check_agreement(
+        objects,
+        group,
+        [f"{name}: {_digest_of(value)}" for name, value in sorted(values.items())],
+        "give other values to model.load_state_dict",
+        "Ranks divide these parameters (sharded_data_parallel_degree): each would keep its part of "
+        "its own values. Load the same file on all ranks, or send the values of one rank to the "
+        "others (smp.broadcast) before.",
+    )
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    """Type, shape and a hash of the bytes of a tensor; waits for it."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    values = flat.reshape(-1).view(torch.uint8).numpy()
+    hashed = hashlib.md5(values.data, usedforsecurity=False).hexdigest()
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)} with digest {hashed}"

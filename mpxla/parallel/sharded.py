@@ -47,12 +47,8 @@ def divide_over_group(replica: Replica) -> None:
             value = state.whole_on_host(name)
         value = replica.transport.broadcast(value, sender, replica.group).result()
         first, *others = holders
-        if others and replica.pp_rank == first:
-            replica.link.send_values(others, [value], "tied")
-        elif others:
-            value = replica.link.receive_from(first, [TensorSpec.of(value)], "tied")()[0]
-            value = replica.backend.view(value)
-        store.set_part(name, value)
+        (value,) = replica.link.hand_over(first, others, [value]) or (value,)
+        store.set_part(name, replica.backend.view(value))
     state.end_dividing()
     store.update_parts()
 

@@ -112,24 +112,19 @@ def _start() -> None:
 
 
 def _clip_value(original: Callable[..., None]) -> Callable[..., None]:
-    def clip_all(parameters: _Parameters, clip_value: float, foreach: bool | None = None) -> None:
+    def clip_all(parameters: _Parameters, *rest: Any, **named: Any) -> None:
         given = _listed(parameters)
         models = _models_with(given)
         if models is not None:
             models.unscale()
         owners = given if models is None else models.gradient_norm.owners(given)
-        original(owners, clip_value, foreach)
+        original(owners, *rest, **named)
 
     return clip_all
 
 
 def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
-    def clip_all(
-        parameters: _Parameters,
-        max_norm: float,
-        total_norm: torch.Tensor,
-        foreach: bool | None = None,
-    ) -> None:
+    def clip_all(parameters: _Parameters, *rest: Any, **named: Any) -> None:
         given = _listed(parameters)
         models = _models_with(given)
         if models is not None and models.gradient_norm.has_copies:
@@ -139,7 +134,7 @@ def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
                 "parameters, so that get_total_norm has not seen them. Use "
                 "torch.nn.utils.clip_grad_norm_ or smp.clip_grad_norm_, which do both."
             )
-        original(given, max_norm, total_norm, foreach)
+        original(given, *rest, **named)
         _start()
 
     return clip_all

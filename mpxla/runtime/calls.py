@@ -8,7 +8,7 @@ made or run.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,20 +32,19 @@ from mpxla.runtime.call import (
 from mpxla.runtime.control import (
     AnnouncedError,
     ControlChannel,
+    Meetings,
     as_announced,
     raise_announced,
 )
 from mpxla.runtime.counting import Counters, leave
 from mpxla.runtime.identity import Identities
-from mpxla.runtime.meetings import Meetings
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.model_watch import ModelView, ModelWatch
 from mpxla.runtime.number_policy import NumberPolicy
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed, generator_state, set_generator_state
-from mpxla.runtime.sharded_calls import ShardedCalls
-from mpxla.runtime.sharing import Sharing
+from mpxla.runtime.sharing import ShardedCalls, Sharing
 from mpxla.runtime.signature import (
     Signature,
     describe_change,
@@ -92,7 +91,7 @@ class Calls:
         self._sharing = Sharing(session.objects, sharing, session.backend, is_prescaled)
         sharded = session.topology.sdp_group(session.rank)
         self.sharded = ShardedCalls(session.objects, sharded)
-        self.meetings = Meetings(session, self.control, self.sharded)
+        self.meetings = Meetings(session, self.control)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
@@ -122,13 +121,17 @@ class Calls:
             raise
         except MpxlaError as error:
             self._compare(f"{name}, which fails: {error}", (), (), None)
-            self.control.announce(("error", name, type(error), str(error)))
-            raise as_announced(error) from None
+            self._refuse(name, error)
         # Where ranks that share tensors have samples of their own, all of them have those of all.
         shared = call.tensors if self._sharing.is_prescaled else ()
         self._compare(name, call.passes, shared, portable(call.signature))
         self._announce(call)
         return call
+
+    def _refuse(self, name: str, error: MpxlaError) -> NoReturn:
+        """Raises an error of a call on all ranks of the pipeline."""
+        self.control.announce(("error", name, type(error), str(error)))
+        raise as_announced(error) from None
 
     def _announce(self, call: Call, problem: str | None = None) -> None:
         """Tells the other ranks of the pipeline what comes next of a call: `_take` is told it.
@@ -143,8 +146,7 @@ class Calls:
         next_ = call.passes or ([] if call.question is None else [call.question])
         problem = problem or problem_of_inputs(next_)
         if problem is not None:
-            self.control.announce(("error", call.name, StepError, problem))
-            raise as_announced(StepError(problem))
+            self._refuse(call.name, StepError(problem))
         for plan in (*filter(None, call.ways), *(one.plan for one in next_)):
             if plan.number not in call.plans:
                 call.plans[plan.number] = self.plans.use(plan.number)
@@ -195,8 +197,7 @@ class Calls:
         try:
             everyone = self._sharing.gather(name, tensors, portable(signature))
         except RankMismatch as error:
-            self.control.announce(("error", name, RankMismatch, str(error)))
-            raise as_announced(error) from None
+            self._refuse(name, error)
         return replace(signature, num_microbatches=len(everyone)), everyone
 
     def _compare(
@@ -219,8 +220,7 @@ class Calls:
             self.sharded.compare(text, passes[0].plan if passes else None)
             self._sharing.compare(text, as_numbers(passes), tensors, signature)
         except RankMismatch as error:
-            self.control.announce(("error", text, RankMismatch, str(error)))
-            raise as_announced(error) from None
+            self._refuse(text, error)
 
     def _sign(self, title: str, parts: Sequence[Any], view: ModelView) -> Call:
         """Describes a call, with floats that have changed before as inputs, and finds its plan."""

@@ -1,4 +1,4 @@
-"""Short messages from the first rank of a pipeline to the others: the next step, or an error.
+"""Short messages from the first rank of a pipeline to the others: the next step, call, or an error.
 
 Unlike the user's `smp.send`, an announcement does not wait for its receivers.
 """
@@ -8,9 +8,13 @@ from typing import Any, cast
 
 from mpxla.comm.codec import DATA
 from mpxla.comm.objects import Objects
-from mpxla.errors import MpxlaError
+from mpxla.errors import MpxlaError, RankMismatch
+from mpxla.session import Session
 
-__all__ = ["AnnouncedError", "ControlChannel", "as_announced", "raise_announced"]
+__all__ = ["AnnouncedError", "ControlChannel", "Meetings", "as_announced", "raise_announced"]
+
+_MEETING = "meeting"
+"""Kind of the announcement of a call that ranks make together outside of steps."""
 
 
 class ControlChannel:
@@ -47,3 +51,54 @@ def raise_announced(message: Sequence[Any]) -> None:
     if kind == "error":
         error_type, text = rest
         raise as_announced(error_type(f"{text} (found on pp_rank 0)"))
+
+
+class Meetings:
+    """Where the ranks of a pipeline meet before they do something together outside of steps.
+
+    The first rank of a pipeline announces it as it announces steps, so that all see who does
+    something else.
+
+    Args:
+        session: topology and progress.
+        control: announcements inside the pipeline.
+    """
+
+    def __init__(self, session: Session, control: ControlChannel):
+        self._progress = session.progress
+        self._rank = session.rank
+        self._pp_rank = session.topology.pp_rank(session.rank)
+        self._control = control
+
+    def pipeline(self, what: str, line: str) -> None:
+        """Before something that the ranks of a pipeline do together.
+
+        Args:
+            what: the call, as in "model.state_dict()".
+            line: the user's, as `at_user_line` gives it.
+
+        Raises:
+            RankMismatch: the first rank of the pipeline does something else.
+        """
+        if self._pp_rank == 0:
+            self._control.announce((_MEETING, what, line))
+            return
+        with self._progress.meeting(what):
+            kind, announced, *rest = self._control.follow()
+        if announced == what:
+            return
+        first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
+        raise self._apart(first, f"{what}{line}", what)
+
+    def check(self, message: Any, own: str) -> None:
+        """Raises if the first rank has come to a meeting, while this one does something else."""
+        kind, announced, *rest = message
+        if kind == _MEETING:
+            raise self._apart(f"{announced}{rest[0]}", own, announced)
+
+    def _apart(self, first: str, own: str, what: str) -> RankMismatch:
+        return RankMismatch(
+            f"pp_rank 0 called {first}, while rank {self._rank} (pp_rank {self._pp_rank}) called "
+            f"{own}. All ranks of a pipeline have to call {what}, since each holds a part of the "
+            f"model: call it outside of `if smp.rank() == 0:`, and use the result on one rank."
+        )

@@ -38,12 +38,11 @@ from mpxla.runtime.call import Call
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.cut import CutStep, cut_step, weighs_memory
 from mpxla.runtime.kept_steps import KeptSteps
-from mpxla.runtime.member import Member
 from mpxla.runtime.placement import Placement
 from mpxla.runtime.rates import rates_of_job
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
-from mpxla.runtime.states import ModelStates
+from mpxla.runtime.states import Member, ModelStates
 from mpxla.runtime.tracing import Tracing
 from mpxla.session import Session
 from mpxla.stage.timing import measure_operators

@@ -28,13 +28,10 @@ from mpxla.runtime.constants import Constants
 from mpxla.runtime.control import AnnouncedError, as_announced
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
-from mpxla.runtime.derived import set_derived
 from mpxla.runtime.executor import StepRun
-from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.member import Member
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
 from mpxla.runtime.outputs import Part
@@ -44,12 +41,12 @@ from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
-from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.runner import Gathering, PlanRunner
 from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
-from mpxla.runtime.states import ModelStates
-from mpxla.runtime.step_writes import StepWrites
+from mpxla.runtime.states import Member, ModelStates
+from mpxla.runtime.step_writes import StepWrites, set_derived
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
 from mpxla.stage.making import graphs_made_quickly

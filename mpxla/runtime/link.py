@@ -4,7 +4,7 @@ Adapts pipeline ranks and stages to global ranks, and host tensors to device ten
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,21 +52,30 @@ class PipelineLink:
         """Starts sending tensors to another pipeline rank as one message; returns at once.
 
         What the user can reach must not be changed in place before the handle is done: the sender
-        reads it later, in a thread of its own. `send_values` is for what may change before.
+        reads it later, in a thread of its own. `hand_over` is for what may change before.
         """
         return self._transport.send(list(tensors), self._group[pp_rank], channel)
 
-    def send_values(
-        self, pp_ranks: Iterable[int], tensors: Sequence[torch.Tensor], channel: str
-    ) -> None:
-        """Sends the values that tensors have now to some ranks, once they are computed.
+    def hand_over(
+        self, source: int, targets: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """Gives the values that tensors of one rank have now to others; all these ranks call it.
 
         Tensors of the device may be changed in place when it returns: gradients are clipped right
-        after a step, and a checkpoint is loaded right after parameters got their places.
+        after a step, and a checkpoint is loaded right after parameters got their places. Those of
+        the targets only say shapes and types.
+
+        Returns:
+            On the targets the values, on the device; None on all other ranks.
         """
-        kept = [self._backend.view(tensor) for tensor in tensors]
-        for pp_rank in pp_ranks:
-            self.send_to(pp_rank, kept, channel)
+        pp_rank = self._group.index(self._transport.rank)
+        if pp_rank == source and targets:
+            kept = [self._backend.view(tensor) for tensor in tensors]
+            for target in targets:
+                self.send_to(target, kept, "tied")
+        elif pp_rank in targets:
+            return self.receive_from(source, [TensorSpec.of(t) for t in tensors], "tied")()
+        return None
 
     def receive_from(self, pp_rank: int, specs: Sequence[TensorSpec], channel: str) -> "Arrival":
         """Expects one message; the returned object waits and gives device tensors when called."""

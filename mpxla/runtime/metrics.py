@@ -4,21 +4,29 @@ The engine tells a `Meter` of every call and every compilation; reading it costs
 and waits for nothing. This module must not know how steps are run.
 """
 
+import contextlib
 import itertools
+import json
 import os
+import socket
 import statistics
+import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError
+from mpxla.log import get_logger
 from mpxla.session import current
 
-__all__ = ["Meter", "metrics", "write_metrics"]
+__all__ = ["Meter", "MetricsFile", "metrics", "write_metrics"]
 
 _NUM_CALLS = 20
+_PERIOD_S = 1.0
+"""Of writing files."""
 
 
 @dataclass
@@ -127,6 +135,50 @@ class Meter:
         # The device is the processor: what this process has in memory.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class MetricsFile:
+    """Writes one rank's file for `python -m mpxla top` until it is closed (the key `metrics_dir`).
+
+    A thread replaces the file once per second by what `read` gives, plain data; so a reader always
+    finds a whole one, and one that is not replaced any more shows that the rank is gone. On several
+    hosts, the folder is shared.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, read: Callable[[], Any]):
+        self._path = folder / f"rank-{rank:05d}.json"
+        self._fixed = {
+            "rank": rank,
+            "world_size": world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        self._read = read
+        self._stopped = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._run, name="mpxla-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes for the last time, that the rank has ended in order."""
+        self._stopped.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            self._write({**self._read(), "state": "ended"})
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._write(self._read())
+                if self._stopped.wait(_PERIOD_S):
+                    return
+        except OSError as error:  # a full disk must not end a training job
+            get_logger().warning("metrics are not written any more: %s", error)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        part = self._path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({**self._fixed, **values}))
+        part.replace(self._path)
 
 
 def metrics() -> dict[str, Any]:

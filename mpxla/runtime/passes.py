@@ -13,7 +13,7 @@ This module must not know how ranks agree on a call.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,10 +21,10 @@ import torch
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
+from mpxla.errors import MpxlaError
+from mpxla.log import warn_once
 from mpxla.runtime.call import Call
-from mpxla.runtime.gradient_looks import show_gradients
-from mpxla.runtime.leaving import leave_numbers
-from mpxla.runtime.outputs import Part, build_outputs
+from mpxla.runtime.outputs import Part, build_outputs, leave_numbers
 from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.plans import MAX_PLANS, Plan
 from mpxla.runtime.recorder import Recorder
@@ -89,7 +89,7 @@ class CallRunner:
         steps = [plan.cut.step for plan in plans]
         hooks = {(name, id(hook)): hook for step in steps for name, hook in step.looking}
         if call.is_last:
-            show_gradients([(name, hook) for (name, _), hook in hooks.items()], self._states)
+            _show_gradients([(name, hook) for (name, _), hook in hooks.items()], self._states)
         passes[-1].plan.runner.scale_rows(found[-1])
         self._end(recorder)
         parts = [
@@ -138,3 +138,38 @@ class CallRunner:
                 known.popitem(last=False)
         known.move_to_end(key)
         return known[key]
+
+
+def _show_gradients(
+    hooks: Iterable[tuple[str, Callable[[torch.Tensor], Any]]], states: ModelStates
+) -> None:
+    """Calls hooks on gradients that only look, each with the name of its parameter.
+
+    PyTorch calls such a hook in every backward. Here it sees `param.grad` of parameters on this
+    rank once per call, with what the microbatches, and earlier calls since `zero_grad`, have added
+    up to.
+
+    Raises:
+        MpxlaError: a hook changes the gradient, or gives another one.
+    """
+    for name, hook in hooks:
+        parameter = states.tensor(name)
+        if parameter is None or parameter.is_meta:
+            continue
+        gradient = parameter.grad
+        if gradient is None:
+            warn_once(
+                f"hook on {name}",
+                f"the hook on the gradient of {name} is not called, since its param.grad is None: "
+                f"gradients are on masters, or divided over ranks.",
+            )
+            continue
+        before = gradient._version
+        if hook(gradient) is not None or gradient._version != before:
+            raise MpxlaError(
+                f"The hook on the gradient of {name} changes it, and could not be compiled into "
+                f"the step, since it needs values in Python, or what it changes is not the "
+                f"gradient that it is given. Write it with operators of torch (torch.where in "
+                f"place of `if`) and return the new gradient; or change param.grad between the "
+                f"step call and optimizer.step()."
+            )

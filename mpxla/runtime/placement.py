@@ -14,7 +14,6 @@ from mpxla.runtime.partition_store import cut_settings
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.states import ModelStates
 from mpxla.session import Session
-from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Placement"]
 
@@ -97,10 +96,7 @@ class Placement:
         lacking = [rank for rank in self.ranks[name] if rank not in holders]
         tensor = self._states.tensor(name)
         assert tensor is not None, "it is there"
-        if lacking and self._pp_rank == holders[0]:
-            self._link.send_values(lacking, [tensor.detach()], "tied")
-        elif self._pp_rank in lacking:
-            (value,) = self._link.receive_from(holders[0], [TensorSpec.of(tensor)], "tied")()
+        for value in self._link.hand_over(holders[0], lacking, [tensor.detach()]) or ():
             label, own = self._states.own_name(name)
             self._states[label].give(own, self._backend.view(value).clone())
 
@@ -160,12 +156,9 @@ class Placement:
         """Sends a buffer to more pipeline ranks."""
         label, own = self._states.own_name(name)
         assert own in self._states[label].buffers, "the partitioner keeps parameters in place"
-        value, source = self._states[label].buffers[own], self.ranks[name][0]
-        if new and self._pp_rank == source:
-            self._link.send_values(new, [value], "tied")
-        elif self._pp_rank in new:
-            received = self._link.receive_from(source, [TensorSpec.of(value)], "tied")()
-            (copy,) = self._backend.publish(received)
+        value = self._states[label].buffers[own]
+        received = self._link.hand_over(self.ranks[name][0], new, [value])
+        for copy in self._backend.publish(received) if received else ():
             self._states.adopt_buffer(name, copy)
 
     def _set_ranks(self, name: str, ranks: tuple[int, ...]) -> None:

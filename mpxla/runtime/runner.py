@@ -4,18 +4,18 @@ Everything that does not change between calls is made once, when the plan is new
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from mpxla.comm.stall import Progress
-from mpxla.device.backend import Backend
+from mpxla.comm.transport import Members
+from mpxla.device.backend import Backend, Buffer
 from mpxla.runtime.constants import Constants
 from mpxla.runtime.debug import problem_of_checks, show_prints
 from mpxla.runtime.exchange import Result, exchange_results
 from mpxla.runtime.executor import Executor, StepRun
-from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.plan import StepPlan
@@ -23,9 +23,10 @@ from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites, copy_held
-from mpxla.schedule.subset import actions_of
+from mpxla.schedule.lower import actions_of
+from mpxla.stage.flat import FlatShard
 
-__all__ = ["PlanRunner", "Ran"]
+__all__ = ["Gathering", "PlanRunner", "Ran"]
 
 _NUM_SCHEDULES = 32
 """So many schedules of some of the microbatches are kept."""
@@ -42,6 +43,42 @@ class Ran:
     def fetch(self, index: int) -> list[torch.Tensor]:
         """The tensors of a result, one for each of the microbatches; may wait."""
         return self.results[index]()
+
+
+class Gathering:
+    """Makes whole parameters of the parts that the ranks of a group have, once per step.
+
+    All of them name the same parameters: those that their stages read.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        shards: Mapping[str, FlatShard],
+        members: Members,
+        backend: Backend,
+    ):
+        self._shards = {name: shards[name] for name in sorted(set(names) & set(shards))}
+        self._members = members
+        self._backend = backend
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it makes whole, in order."""
+        return tuple(self._shards)
+
+    def __call__(self, held: Mapping[str, Buffer]) -> dict[str, Buffer]:
+        """Whole parameters by name. All ranks of the group call it."""
+        ranks, transport = self._members
+        handles = [
+            transport.all_gather(shard.padded(self._backend.view(held[name])), ranks)
+            for name, shard in self._shards.items()
+        ]
+        values: list[torch.Tensor] = []
+        for shard, handle in zip(self._shards.values(), handles, strict=True):
+            flat = handle.result().flatten()
+            values.append(flat[: shard.num_elements].view(shard.whole))
+        return dict(zip(self._shards, self._backend.put(values, owned=True), strict=True))
 
 
 class PlanRunner:

@@ -8,6 +8,7 @@ there. This module must not know graphs or schedules.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,7 +17,29 @@ from mpxla.comm.packing import describe
 from mpxla.runtime.state import ModelState
 from mpxla.stage.flat import FlatShard
 
-__all__ = ["ModelStates"]
+__all__ = ["Member", "ModelStates"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the models that step functions may use, as the engine knows it.
+
+    Attributes:
+        state: its parameters and buffers.
+        pins: given where its module is, module path -> pipeline rank at the time of partitioning.
+        on_placed: called once its parameters are on their ranks.
+        measures_times: whether operators are timed before a step that uses it is partitioned.
+        before_new: called before parameters and buffers are taken in that it has got later.
+        split: parameters and buffers of which each rank of a tensor-parallel group has a part,
+            by name, with the place of the part (see `Shard.place`).
+    """
+
+    state: ModelState
+    pins: Callable[[str], Mapping[str, int]]
+    on_placed: Callable[[], None]
+    measures_times: bool = False
+    before_new: Callable[[], None] = lambda: None
+    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class ModelStates:

@@ -5,6 +5,7 @@ scaled rows     of embeddings (`max_norm`): Every rank that holds a table writes
                 any microbatch of any replica has read, as one process would that reads the
                 whole batch. An evaluation step, which replicas need not call together, writes
                 those of its own batch where there is one replica, and none where there are more
+derived         plain attributes that hooks compute of parameters
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Group
@@ -20,9 +24,10 @@ from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
 from mpxla.runtime.control import as_announced
+from mpxla.runtime.model_watch import ModelView
 from mpxla.runtime.states import ModelStates
 
-__all__ = ["StepWrites", "copy_held"]
+__all__ = ["StepWrites", "copy_held", "set_derived"]
 
 
 def copy_held(values: dict[Any, Buffer], held: Iterable[Buffer], backend: Backend) -> None:
@@ -108,3 +113,38 @@ class StepWrites:
             if not parameter.is_meta and bool((scale < 1).any()):
                 with torch.no_grad():
                     parameter.mul_(scale.to(parameter.device))
+
+
+def set_derived(view: ModelView) -> None:
+    """Sets the attributes that hooks of PyTorch compute of parameters before every forward.
+
+    `layer.weight` of a pruned layer is one (`torch.nn.utils.prune`, and `weight_norm` and
+    `spectral_norm` beside it). A captured step runs no hooks, and scripts read the attribute: to
+    log how many weights are zero, or to prune once more. So it is set after every step, from the
+    values that the step has read.
+    """
+    for index, kind, _ in view.hooks:
+        if kind == "_forward_pre_hooks" and index >= 0:
+            module: Any = view.modules[index]
+            for hook in module._forward_pre_hooks.values():
+                _set(module, hook)
+
+
+def _set(module: nn.Module, hook: Any) -> None:
+    with torch.no_grad():
+        if isinstance(hook, BasePruningMethod):
+            name: str = hook._tensor_name  # pyright: ignore[reportPrivateUsage]
+            setattr(module, name, hook.apply_mask(module))
+        elif isinstance(hook, (WeightNorm, SpectralNorm)):
+            setattr(module, hook.name, _normed(module, hook))
+
+
+def _normed(module: nn.Module, hook: WeightNorm | SpectralNorm) -> torch.Tensor:
+    is_weight = isinstance(hook, WeightNorm)
+    source: torch.Tensor = getattr(module, f"{hook.name}_{'v' if is_weight else 'orig'}")
+    vectors = (getattr(module, f"{hook.name}_{name}", source) for name in "uv")
+    if any(tensor.is_meta for tensor in (source, *vectors)):  # some of it is on another rank
+        return torch.empty_like(source.detach(), device="meta")
+    if isinstance(hook, WeightNorm):
+        return hook.compute_weight(module)
+    return hook.compute_weight(module, do_power_iteration=False)  # the step has left the vectors

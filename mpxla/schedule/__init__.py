@@ -5,7 +5,7 @@
     generate.py   integers -> forwards and backwards of every rank
     patterns.py   the orders among them that are known to be best
     custom.py     a user's own schedule as text
-    lower.py      passes: add transfers, add reductions
+    lower.py      passes: add transfers, add reductions, take some microbatches
     simulate.py   dry run with costs: proves a schedule and predicts its timeline
     timeline.py   when everything ran, bubbles and peaks
     render.py     timeline -> text or Chrome trace

@@ -1,4 +1,4 @@
-"""Passes over schedules: add transfers, add reductions.
+"""Passes over schedules: add transfers, add reductions, take some of the microbatches.
 
 Lists of forwards and backwards say nothing about messages. `add_communication` walks them along one
 global order of events and appends both ends of a transfer to their ranks' lists at the same point.
@@ -36,7 +36,7 @@ from mpxla.schedule.dataflow import Dataflow, Edge
 from mpxla.schedule.grid import Cell, format_failure
 from mpxla.schedule.validate import check_stages
 
-__all__ = ["add_communication", "add_reduce"]
+__all__ = ["actions_of", "add_communication", "add_reduce"]
 
 _Key = tuple[int, Op, int | None, int | None]
 """A compute as a plain tuple, which is equal to its Action and much cheaper to make."""
@@ -116,6 +116,28 @@ def add_reduce(
                 with_reductions.append(Action(stage_at[step], Op.REDUCE))
         result.append(with_reductions)
     return result
+
+
+def actions_of(
+    actions: Sequence[Action], microbatches: Sequence[int], reduces: bool = True
+) -> tuple[Action, ...]:
+    """One rank's actions for some microbatches, in order; gradients may be complete then.
+
+    They are those of the first microbatches, with other numbers: the first n of a schedule are
+    those of a schedule of n. Without all actions of some microbatches, what is left keeps its
+    order, so that a schedule free of deadlock stays so.
+    """
+    kept = (
+        action
+        for action in actions
+        if (reduces or action.op is not Op.REDUCE)
+        and (action.microbatch is None or action.microbatch < len(microbatches))
+    )
+    return tuple(
+        action if action.microbatch is None else action._replace(microbatch=microbatches[number])
+        for action in kept
+        for number in [action.microbatch or 0]
+    )
 
 
 _Transfer = tuple[float, int, bool, int, Action]

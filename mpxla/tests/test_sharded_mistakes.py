@@ -190,7 +190,7 @@ def test_gradients_of_parameters_that_optimizers_do_not_hold():
 def change_gradients(key):
     """Runs on every rank: warnings of an update after each way to change gradients."""
     import mpxla as smp
-    from mpxla.parallel import hand_changes
+    from mpxla.parallel import script_gradients
 
     smp.init({**CONFIG, "sharded_data_parallel_degree": 1, key: 2 if "degree" in key else True})
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -226,7 +226,7 @@ def change_gradients(key):
     found = {}
     for set_to_none in (True, False):
         for what, change in ways.items():
-            with mock.patch.object(hand_changes, "warn_once") as warned:
+            with mock.patch.object(script_gradients, "warn_once") as warned:
                 optimizer.zero_grad(set_to_none=set_to_none)
                 step(model, torch.ones(2, 4))
                 change()

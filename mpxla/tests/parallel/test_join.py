@@ -201,7 +201,7 @@ def differ_by_a_whole_epoch():
     model = smp.DistributedModel(Net())
     train(model, batch(0, 0))
     if smp.rank() == 0:
-        model._reducer.rounds.attendance.count_step()
+        model._reducer.rounds.count_step()
     try:
         smp.shutdown()
     except smp.RankMismatch as error:

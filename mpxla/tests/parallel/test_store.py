@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import mpxla
-from mpxla.parallel.lent_gradients import own_gradient, set_own_gradient
 from mpxla.parallel.optimizer_state import MASTER_KEY, OptimizerState
 from mpxla.parallel.pieces import OptimizerPieces
+from mpxla.parallel.script_gradients import own_gradient, set_own_gradient
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_copy import renewed
@@ -456,7 +456,7 @@ WRITERS = {
     "parallel/update.py": "gradients are hidden from the inner optimizer for a moment",
     "runtime/state.py": "parameters are moved to their ranks",
     "parallel/compute_dtype.py": "models are converted before the store is made",
-    "parallel/lent_gradients.py": "assignments to parameters that have masters",
+    "parallel/script_gradients.py": "assignments to parameters that have masters",
     "parallel/closures.py": "copies on the host, which only LBFGS sees",
     # Tensors of trials and of tracing, which no model has.
     "parallel/elementwise.py": "a trial",

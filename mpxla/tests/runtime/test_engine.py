@@ -20,9 +20,9 @@ from mpxla.runtime import calls, cutting
 from mpxla.runtime.automatic import Choice
 from mpxla.runtime.control import AnnouncedError
 from mpxla.runtime.engine import StepEngine
-from mpxla.runtime.member import Member
 from mpxla.runtime.microbatch import SplitRule
 from mpxla.runtime.state import ModelState
+from mpxla.runtime.states import Member
 from mpxla.session import Session
 from mpxla.tests.device.null import NullBackend
 from mpxla.tests.device.null_steps import NUM_MICROBATCHES, two_layers

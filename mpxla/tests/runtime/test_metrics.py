@@ -15,8 +15,7 @@ import mpxla as smp
 from mpxla.cli.main import main
 from mpxla.cli.top import rows
 from mpxla.errors import MpxlaError
-from mpxla.runtime.metrics import Meter
-from mpxla.runtime.metrics_file import MetricsFile
+from mpxla.runtime.metrics import Meter, MetricsFile
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.tests.ranks.run import run_ranks
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from mpxla.schedule.action import format_schedule, parse_schedule
 from mpxla.schedule.copies import add_copies
 from mpxla.schedule.generate import generate
-from mpxla.schedule.lower import add_communication, add_reduce
+from mpxla.schedule.lower import actions_of, add_communication, add_reduce
 from mpxla.schedule.simulate import simulate
-from mpxla.schedule.subset import actions_of
 from mpxla.tests.schedule.test_properties import NAMES, pipelines
 
 pytestmark = pytest.mark.unit
