@@ -34,10 +34,11 @@ from mpxla.graph.capture_sources import (
 from mpxla.graph.carried import settle
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
+from mpxla.graph.held_objects import held_objects
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
 from mpxla.graph.plain import Read
 from mpxla.graph.python_state import Attempt, PythonState, restore
-from mpxla.graph.reach import outside, places
+from mpxla.graph.reach import outside, places_in
 from mpxla.graph.recorded import Recording
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.tensor_places import NewAttributesError
@@ -216,9 +217,10 @@ class Tracing:
             reads = [without_counted(read, counted) for read in values]
             for read in reads:
                 note_content(read.now(), self.state.contents)
-            reached = places(found, model)
-            objects = [*((place.name, place.value, place.get) for place in found.places), *own]
-            contents, held = self.state.contents, self.state.held
+            named = ((place.name, place.value, place.get) for place in found.places)
+            roots = [("model", model, lambda: model), *named, *own]
+            held, contents = held_objects(roots, self.state.held), self.state.contents
+            reached = [*found.places, *places_in(held.values())]
             stand_ins, computed = StandIns(records), dict[str, RecordRead]()
             by_inputs: dict[str, RecordRead] = {}
 
@@ -237,7 +239,7 @@ class Tracing:
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(reached),
                 random_numbers_noted(reached, draws),
-                attributes_noted(model, objects, found.names, counted, contents, held) as log,
+                attributes_noted(held, found.names, counted, contents) as log,
             ):
                 try:
                     step = capture(counting, stand_ins, notes)
