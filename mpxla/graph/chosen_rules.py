@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, of_each, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, limit_of, met, of_each, refused
 from mpxla.graph.chosen_order import RULES_OF_ORDER, extreme_or
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
@@ -192,14 +192,7 @@ def _reduced(fill: Any) -> Rule:
 
 
 def _limit(sign: int) -> Any:
-    def fill(dtype: torch.dtype, arguments: Any) -> Any:
-        if dtype.is_floating_point:
-            return sign * math.inf
-        if dtype is torch.bool:
-            return sign > 0
-        return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
-
-    return fill
+    return lambda dtype, arguments: limit_of(dtype, sign)
 
 
 def _of_norm(dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
@@ -214,17 +207,9 @@ def _number(number: Any) -> Any:
 def _elements(walk: Walk, source: fx.Node, along: set[int]) -> Any:
     """How many elements count along some dims: a number, or int64 []."""
     dims, sizes = walk.dims_of(source), walk.sizes(source)
-    number = math.prod(sizes[d] for d in along if dims[d] is None)
-    counted: Any = number
-    for d in along:
-        rows = dims[d]
-        if rows is not None:
-            count = walk.count(rows)
-            counted = (
-                walk.call(_aten.mul.Tensor, count, counted)
-                if isinstance(counted, fx.Node) or counted != 1
-                else count
-            )
+    counted: Any = math.prod(sizes[d] for d in along if dims[d] is None)
+    for rows in (rows for d in along if (rows := dims[d]) is not None):
+        counted = walk.call(_aten.mul.Tensor, walk.count(rows), counted)
     return counted
 
 

@@ -32,13 +32,6 @@ __all__ = ["RULES_OF_SHAPES"]
 _aten = torch.ops.aten
 
 
-def _with_sizes(walk: Walk, node: fx.Node) -> fx.Node:
-    """The node with fixed sizes in the place of numbers that depend on values."""
-    node.args = fx.map_arg(node.args, walk.as_size)
-    node.kwargs = fx.map_arg(node.kwargs, walk.as_size)
-    return node
-
-
 def _broadcast(walk: Walk, node: fx.Node) -> tuple[fx.Node, list[Dims]]:
     dims = aligned(walk, node, node.all_input_nodes, node.meta["val"][0].dim())
     return node, [dims] * len(node.meta["val"])
@@ -263,7 +256,8 @@ def _made(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         number = walk.call(_aten.to.dtype, number, node.meta["val"].dtype)
         shape = fixed_sizes(node.meta["val"].shape, dims)
         return walk.call(_aten.expand.default, number, shape), dims
-    return _with_sizes(walk, node), dims
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), walk.as_size)
+    return node, dims
 
 
 def _numbered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
