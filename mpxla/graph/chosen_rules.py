@@ -15,9 +15,8 @@ from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, limit_of, met, o
 from mpxla.graph.chosen_order import RULES_OF_ORDER, extreme_or
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
-from mpxla.graph.operand_dims import combined, dims_along, is_elementwise
+from mpxla.graph.operand_dims import PRODUCTS, combined, dims_along, is_elementwise
 from mpxla.graph.recurrent import LAYER
-from mpxla.graph.stepgraph import CASTS
 from mpxla.graph.typed import (
     SYMBOLIC,
     arguments_of,
@@ -351,10 +350,6 @@ def _similar(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 
 
 _LIKE = [f"aten::{name}_like" for name in ("zeros", "ones", "full", "rand", "randn", "empty")]
-_PRODUCTS = (
-    *(_aten.linear.default, _aten.matmul.default, _aten.mm.default, _aten.bmm.default),
-    *(_aten.addmm.default, _aten.baddbmm.default, _aten.mv.default, _aten.einsum.default),
-)
 _LAYERS = (
     *(_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default, _aten.convolution.default),
     *(_aten.conv1d.padding, _aten.conv2d.padding, _aten.group_norm.default),
@@ -382,8 +377,7 @@ _RULES: Mapping[Any, Rule] = {
     **RULES_OF_PLACES,
     **RULES_OF_SHAPES,
     **RULES_OF_ORDER,
-    **dict.fromkeys((*CASTS, _aten.detach.default, _aten.dropout.default), _kept),
-    **dict.fromkeys(_PRODUCTS, _combined),
+    **dict.fromkeys((*PRODUCTS, _aten.einsum.default), _combined),
     **dict.fromkeys(_LAYERS, _by_batch),
     **{f"aten::{name}": _reduced(fill) for name, fill in _REDUCTIONS.items()},
     **{f"aten::{name}": extreme_or(_reduced(fill)) for name, fill in _EXTREMES.items()},
@@ -404,7 +398,7 @@ _RULES: Mapping[Any, Rule] = {
     _aten.batch_norm.default: _batch_norm,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.cosine_similarity.default: _similar,
-    **dict.fromkeys((*_LIKE, "aten::bernoulli"), _kept),
+    **dict.fromkeys((*_LIKE, "aten::bernoulli", _aten.dropout.default), _kept),
     LAYER: _recurrent,
     _aten.embedding.default: _embedded,
     _aten.one_hot.default: lambda walk, node: (node, (*walk.dims_of(input_of(node)), None)),
