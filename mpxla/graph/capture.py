@@ -251,7 +251,7 @@ class _Asked:
     kept: Kept
     answers: tuple[int, ...] | None
     left: Mapping[str, Any]
-    thawed: frozenset[str]
+    thawed: set[str]
 
 
 class _StepModule(nn.Module):
@@ -398,7 +398,7 @@ def capture_step(
     kept: Kept | None = None,
     answers: tuple[int, ...] | None = None,
     left: Mapping[str, Any] | None = None,
-    thawed: frozenset[str] = frozenset(),
+    thawed: set[str] | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -419,17 +419,18 @@ def capture_step(
             and the graph then is a question. None if it may not ask.
         left: has what the function leaves in numbers that it changes, when it has run; for a
             capture with `known` values.
-        thawed: parameters that are frozen, and that it trains after it has unfrozen them.
+        thawed: parameters that are frozen, and that it trains after it has unfrozen them; gets
+            others.
 
     Raises:
-        ThawedError: there are more of those, which are to be given.
-        NewAttributesError: the function gives parameters attributes, which they are to have.
+        AgainError: it trains more of those, or gives parameters attributes that they are to have.
         ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
             returns something that cannot be returned.
     """
     kept, left = kept or Kept(), {} if left is None else left  # the function fills it
+    thawed = set() if thawed is None else thawed
     asked = _Asked(function, model, leaves, canonical_names, known, kept, answers, left, thawed)
     step = _captured(asked)
     if step.is_question:
@@ -481,7 +482,7 @@ def _captured(asked: _Asked, none_at: str | None = None) -> StepGraph:
         try:
             traced = torch.export.export(wrapper, inputs, strict=False)
             if returned.thawed:
-                raise ThawedError(returned.thawed)
+                raise ThawedError(returned.thawed, asked.thawed)
             if returned.new:
                 raise NewAttributesError(returned.new)
             keep_gradient_barriers(traced.graph_module)
@@ -498,15 +499,13 @@ def _captured(asked: _Asked, none_at: str | None = None) -> StepGraph:
                     return functional_step(program, *facts, fake_mode), constants_of(program)
 
             functional, constants = recall_step(asked.kept, traced, facts, fake_mode, make)
-        except (NewAttributesError, ThawedError):
-            raise
         except Exception as error:
             outside = []
             if returned.semantics is not None:
                 returned.semantics.writes.restore()
                 outside = returned.semantics.writes.outside
             if returned.thawed:
-                raise ThawedError(returned.thawed) from error
+                raise ThawedError(returned.thawed, asked.thawed) from error
             is_final = known is not None and known.decide_sizes
             carry_written(model, [tensor for tensor, *_ in outside])
             explained = explain(error, is_final, [line for _, line, _ in outside])

@@ -42,7 +42,7 @@ from mpxla.graph.capture_attributes import (
     note_content,
     refusal,
 )
-from mpxla.graph.carried import CarriedError, FormError
+from mpxla.graph.carried import FormError
 from mpxla.graph.container_state import (
     changed_entries,
     has_no_others,
@@ -63,7 +63,7 @@ from mpxla.graph.held_objects import Held
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
 from mpxla.graph.plain import Change, Read
 from mpxla.graph.stepgraph import InputKind, StepGraph
-from mpxla.graph.user_code import UndecidedError, ValueNeededError
+from mpxla.graph.user_code import AgainError, UndecidedError, ValueNeededError
 
 __all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
 
@@ -228,9 +228,9 @@ class PythonState:
         while True:
             try:
                 return self._found(capture)
-            except CarriedError as error:
+            except AgainError as error:
                 self._restart()
-                error.carry()
+                error.prepare()
             finally:
                 self.contents.clear()  # parameters cannot move while a copy has weak references
 
@@ -280,15 +280,11 @@ class PythonState:
                 self._followed |= more
         return self._judged(capture(Counting()), lambda *a: capture(Counting(), *a))
 
-    def refill(self, start: int = 0) -> None:
-        """Gives containers what they held before captures, but for the first ones noted."""
-        for container, content in reversed(self.contents[start:]):
-            refill(container, content)
-        del self.contents[start:]
-
     def _restart(self) -> None:
         """Before another capture: containers, and what is followed, are what they were."""
-        self.refill()
+        for container, content in reversed(self.contents):
+            refill(container, content)
+        self.contents.clear()
         for read in self._followed.values():  # numbers without values were read there
             read.give(read.value)
 

@@ -24,7 +24,6 @@ from mpxla.graph.capture_attributes import (
     outside_values,
     without_counted,
 )
-from mpxla.graph.capture_flags import ThawedError
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
@@ -41,7 +40,6 @@ from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.reach import outside, places_in
 from mpxla.graph.recorded import Recording
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.tensor_places import NewAttributesError
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
@@ -179,37 +177,23 @@ class Tracing:
             asked, values = replace(signature, counts=counting.counts), known
             if values is not None:
                 values = replace(values, values=(*values.values, *counting.values))
-            try:
-                step = capture_step(
-                    partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
-                    model,
-                    asked.tensor_leaves,
-                    names,
-                    values,
-                    self.graphs,
-                    signature.answers,
-                    counting.left,
-                    frozenset(thawed),
-                )
-                used = {role.name for node, role in step.roles.items() if node.users}
-                is_same = step.follows_from_itself
-                settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))
-                return step
-            except NewAttributesError as error:
-                for found in error.attributes:
-                    found.start()
-            return capture(counting, stand_ins, notes)
+            step = capture_step(
+                partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
+                model,
+                asked.tensor_leaves,
+                names,
+                values,
+                self.graphs,
+                signature.answers,
+                counting.left,
+                thawed,
+            )
+            used = {role.name for node, role in step.roles.items() if node.users}
+            is_same = step.follows_from_itself
+            settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))
+            return step
 
         def attempt(counting: Counting, records: Mapping[str, RecordRead] = {}) -> Attempt:
-            num_before = len(self.state.contents)
-            while True:
-                try:
-                    return attempt_once(counting, records)
-                except ThawedError as error:  # attributes are restored
-                    thawed.update(error.names)
-                    self.state.refill(num_before)
-
-        def attempt_once(counting: Counting, records: Mapping[str, RecordRead]) -> Attempt:
             if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             found, counted = outside(function, model), counting.names | records.keys()
