@@ -22,8 +22,8 @@ from torch import nn
 from mpxla.graph.plain import FUNCTIONS, MISSING, SIMPLE, Change, Read, entries_of
 from mpxla.user_lines import is_model_code
 
-__all__ = ["OF_TORCH", "Held", "ObjectRead", "attributes_of", "contents_of", "held_objects"]
-__all__ += ["is_looked_into"]
+__all__ = ["OF_TORCH", "Held", "ObjectRead", "contents_of", "held_objects", "is_looked_into"]
+__all__ += ["own_attributes"]
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of modules that are not the user's."""
@@ -148,7 +148,7 @@ def held_objects(
             held, table = found[id(vars(value))], id(vars(value))
             waiting += (
                 (f"{name}.{key}", part, depth + 1, partial(held.get, key), (table, key))
-                for key, part in attributes_of(value).items()
+                for key, part in own_attributes(value).items()
                 if _may_hold(part)
             )
     return found
@@ -177,7 +177,7 @@ def _may_hold(part: Any) -> bool:
     return not isinstance(part, SIMPLE) and contents_of(part) is not None
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def own_attributes(value: Any) -> dict[str, Any]:
     """Those of an object, of a module without torch's own."""
     return {key: part for key, part in vars(value).items() if key not in OF_TORCH}
 

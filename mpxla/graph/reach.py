@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpxla.graph.held_objects import Held, attributes_of, contents_of, is_looked_into
+from mpxla.graph.held_objects import Held, contents_of, is_looked_into, own_attributes
 from mpxla.graph.plain import SIMPLE
 from mpxla.user_lines import is_script_code
 
@@ -118,11 +118,11 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
             inside = part
         elif isinstance(part, nn.Module):
             hooks = (hook for kind in _HOOKS for hook in vars(part)[kind].values())
-            inside = (*attributes_of(part).values(), *hooks)
+            inside = (*own_attributes(part).values(), *hooks)
         elif isinstance(part, FunctionType):
             inside = (vars(part),)
         elif is_looked_into(part):
-            inside = attributes_of(part).values()
+            inside = own_attributes(part).values()
         else:  # operators of the user hold functions that run later, on the host
             continue
         waiting += ((one, depth + 1) for one in inside)
@@ -280,5 +280,5 @@ def places_in(held: Iterable[Held]) -> list[Place]:
         Place(f"{one.name}.{key}", value, partial(one.get, key), partial(one.put, key))
         for one in held
         if isinstance(one.value, nn.Module) or is_looked_into(one.value)
-        for key, value in attributes_of(one.value).items()
+        for key, value in own_attributes(one.value).items()
     ]

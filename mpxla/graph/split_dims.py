@@ -193,7 +193,7 @@ def _viewed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
     olds, news = next(group for group in view_groups(before, after) if place in group[0])
     is_first = all(before[i] == 1 for i in olds if i < place)
     has_ones = len(news) > 1 and any(after[i] == 1 for i in news)
-    return _Along(news[0] - len(after), 1) if is_first and not has_ones else None
+    return _Along(news[0] - len(after), 1) if news and is_first and not has_ones else None
 
 
 def _moved(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
