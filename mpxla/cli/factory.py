@@ -24,10 +24,10 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture import Known, capture_step, current_recorder, with_values_if_needed
-from mpxla.graph.capture_flags import with_thawed_if_needed
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.user_code import until_captured
 from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
 from mpxla.nn.distribute import first_part
@@ -120,13 +120,11 @@ def capture_factory(
         args, kwargs = fill(signature, leaves, objects)
         return step(*args, **kwargs)
 
-    names = ModelState(model).canonical_names
+    names, thawed = ModelState(model).canonical_names, set[str]()
 
     def attempt(known: Known | None) -> StepGraph:
         leaves = signature.tensor_leaves
-        return with_thawed_if_needed(
-            lambda thawed: capture_step(run, model, leaves, names, known, thawed=thawed)
-        )
+        return until_captured(lambda: capture_step(run, model, leaves, names, known, thawed=thawed))
 
     return with_values_if_needed(attempt, lambda: tensors[0])
 

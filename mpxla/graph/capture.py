@@ -239,6 +239,21 @@ class _Returned:
     is_question: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What is to be captured: see `capture_step`, whose arguments these are."""
+
+    function: Callable[[Sequence[torch.Tensor]], Any]
+    model: nn.Module
+    leaves: Sequence[TensorLeaf]
+    canonical_names: dict[str, str]
+    known: Known | None
+    kept: Kept
+    answers: tuple[int, ...] | None
+    left: Mapping[str, Any]
+    thawed: set[str]
+
+
 class _StepModule(nn.Module):
     """Model and step function as one module, as `torch.export` wants it.
 
@@ -247,26 +262,12 @@ class _StepModule(nn.Module):
     own attributes change in `forward`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        function: Callable[[Sequence[torch.Tensor]], Any],
-        known: Known | None,
-        counts: Counts,
-        answers: tuple[int, ...] | None = None,
-        left: Mapping[str, Any] | None = None,
-        thawed: frozenset[str] = frozenset(),
-    ):
+    def __init__(self, asked: _Asked, counts: Counts):
         super().__init__()
-        real = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._real = lambda: real
-        self._left = lambda: left or {}  # no dictionary: export compares what modules hold
-        self.model = model
-        self._counts = counts
-        self._function = function
-        self._known = known
-        self._answers = answers
-        self._thawed = thawed
+        real = {id(parameter): name for name, parameter in asked.model.named_parameters()}
+        self._real = lambda: real  # no dictionary: export compares what modules hold
+        self.model = asked.model
+        self._asked, self._counts = asked, counts
         self.returned = _Returned()
         self.attributes: list[Attribute] = []
         self.hooks: dict[str, list[Hook]] = {}
@@ -280,10 +281,10 @@ class _StepModule(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
-        known = self._known
+        known = self._asked.known
         tape = None if known is None else Tape()
-        answers = Answers(self._answers)
-        flags = Flags(self.model, self._thawed, self._real())
+        answers = Answers(self._asked.answers)
+        flags = Flags(self.model, self._asked.thawed, self._real())
         self.returned.thawed = flags.thawed
         semantics = StepSemantics(self._counts, flags, tape, answers)
         contents = semantics.writes.contents
@@ -314,12 +315,12 @@ class _StepModule(nn.Module):
                 self._hook_parameters()
                 returned = None
                 with contextlib.suppress(Undecided):
-                    returned = self._function(leaves)
+                    returned = self._asked.function(leaves)
                 answers.check()
                 semantics.selected.check()
                 self.returned.untrained = flags.untrained()
                 if tape is not None:
-                    semantics.constants.leave(self._left(), tape)
+                    semantics.constants.leave(self._asked.left, tape)
                 checks = {
                     Check.FINITE: semantics.constants.finite().items(),
                     Check.COUNTED: semantics.constants.shapes.counted,
@@ -397,7 +398,7 @@ def capture_step(
     kept: Kept | None = None,
     answers: tuple[int, ...] | None = None,
     left: Mapping[str, Any] | None = None,
-    thawed: frozenset[str] = frozenset(),
+    thawed: set[str] | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -418,24 +419,24 @@ def capture_step(
             and the graph then is a question. None if it may not ask.
         left: has what the function leaves in numbers that it changes, when it has run; for a
             capture with `known` values.
-        thawed: parameters that are frozen, and that it trains after it has unfrozen them.
+        thawed: parameters that are frozen, and that it trains after it has unfrozen them; gets
+            others.
 
     Raises:
-        ThawedError: there are more of those, which are to be given.
-        NewAttributesError: the function gives parameters attributes, which they are to have.
+        AgainError: it trains more of those, or gives parameters attributes that they are to have.
         ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
             returns something that cannot be returned.
     """
-    given = function, model, leaves, canonical_names, known, kept or Kept(), answers, left
-    step = _captured(*given, thawed)
+    kept, left = kept or Kept(), {} if left is None else left  # the function fills it
+    thawed = set() if thawed is None else thawed
+    asked = _Asked(function, model, leaves, canonical_names, known, kept, answers, left, thawed)
+    step = _captured(asked)
     if step.is_question:
         return as_question(step)
     lines = {check.label for check in step.prints if check.check is Check.ROWS}
-    harmless = {
-        line for line in lines if needs_no_rows(step, line, _captured(*given, thawed, line))
-    }
+    harmless = {line for line in lines if needs_no_rows(step, line, _captured(asked, line))}
     if known is None and lines - harmless:
         raise ValueNeededError(
             f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
@@ -464,34 +465,24 @@ _SUPPOSED = {
 }
 
 
-def _captured(
-    function: Callable[[Sequence[torch.Tensor]], Any],
-    model: nn.Module,
-    leaves: Sequence[TensorLeaf],
-    canonical_names: dict[str, str],
-    known: Known | None,
-    kept: Kept,
-    answers: tuple[int, ...] | None = None,
-    left: Mapping[str, Any] | None = None,
-    thawed: frozenset[str] = frozenset(),
-    none_at: str | None = None,
-) -> StepGraph:
+def _captured(asked: _Asked, none_at: str | None = None) -> StepGraph:
     """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model, known, canonical_names = asked.model, asked.known, asked.canonical_names
     counts = Counts(none_at)
-    wrapper = _StepModule(model, function, known, counts, answers, left, thawed)
+    wrapper = _StepModule(asked, counts)
     returned = wrapper.returned
-    named = model.named_parameters()
-    trained = _names_of([p for name, p in named if p.requires_grad or name in thawed], model)
-    wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
+    named = [*model.named_parameters()]
+    trained = _names_of([p for n, p in named if p.requires_grad or n in asked.thawed], model)
+    wrapper.hooks = {name: found for name, p in named if (found := hooks_of(p))}
     gone: list[tuple[nn.Module, str]] = []
     with traceable(model, fake_mode, trained, gone) as wrapper.attributes, counts.supposed():
         with fake_mode:
-            inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
+            inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in asked.leaves)
         try:
             traced = torch.export.export(wrapper, inputs, strict=False)
             if returned.thawed:
-                raise ThawedError(returned.thawed)
+                raise ThawedError(returned.thawed, asked.thawed)
             if returned.new:
                 raise NewAttributesError(returned.new)
             keep_gradient_barriers(traced.graph_module)
@@ -507,16 +498,14 @@ def _captured(
                 with without_autocast():
                     return functional_step(program, *facts, fake_mode), constants_of(program)
 
-            functional, constants = recall_step(kept, traced, facts, fake_mode, make)
-        except (NewAttributesError, ThawedError):
-            raise
+            functional, constants = recall_step(asked.kept, traced, facts, fake_mode, make)
         except Exception as error:
             outside = []
             if returned.semantics is not None:
                 returned.semantics.writes.restore()
                 outside = returned.semantics.writes.outside
             if returned.thawed:
-                raise ThawedError(returned.thawed) from error
+                raise ThawedError(returned.thawed, asked.thawed) from error
             is_final = known is not None and known.decide_sizes
             carry_written(model, [tensor for tensor, *_ in outside])
             explained = explain(error, is_final, [line for _, line, _ in outside])

@@ -23,7 +23,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead, held_objects
+from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead
 from mpxla.graph.number import is_number
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
 from mpxla.graph.reach import Outside
@@ -66,26 +66,26 @@ class AttributeLog:
     Attributes:
         held: objects by the id of their tables of attributes.
         texts: in the code that may read them, as for `plain`.
+        counted: names of attributes that are inputs of the step (`counted.py`).
+        contents: containers with what they held before the step.
         first: values at the first read, by table's id and attribute.
         written: the user's line of the first write, and the value of the last one, of tensors
             whether they are constants.
         inherited: reads of attributes of classes.
         before: values at the first write.
         containers: lists and dictionaries that were read, which the step may fill.
-        counted: names of attributes that are inputs of the step (`counted.py`).
-        contents: containers with what they held before the step.
         forms: of the tensors that it has given attributes.
     """
 
     held: dict[int, Held]
-    texts: Set[str] = frozenset()
+    texts: Set[str]
+    counted: Set[str]
+    contents: list[tuple[Any, Any]]
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
     inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
     before: dict[tuple[int, str], Any] = field(default_factory=dict)
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
-    counted: Set[str] = frozenset()
-    contents: list[tuple[Any, Any]] = field(default_factory=list)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
@@ -414,29 +414,18 @@ def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
 
 @contextlib.contextmanager
 def attributes_noted(
-    model: nn.Module,
-    objects: Sequence[tuple[str, Any, Callable[[], Any]]] = (),
-    texts: Set[str] = frozenset(),
-    counted: Set[str] = frozenset(),
-    contents: list[tuple[Any, Any]] | None = None,
-    known: dict[int, Held] | None = None,
+    held: dict[int, Held], texts: Set[str], counted: Set[str], contents: list[tuple[Any, Any]]
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
     Args:
-        model: whose modules count.
-        objects: name of a place with another object that counts, the object, and what gives what
-            is there later.
+        held: objects that count, by the id of their attributes.
         texts: in the code of the step function.
         counted: names of attributes that do not count, since they are inputs.
         contents: gets containers that are read, with what they hold.
-        known: objects of earlier captures of the same call; gets those of this one.
     """
-    roots = [("model", model, lambda: model), *objects]
-    found = held_objects(roots, {} if known is None else known)
-    log = AttributeLog(found, texts, counted=counted)
-    log.contents = log.contents if contents is None else contents
-    kinds = {type(h.value) for h in found.values() if not isinstance(h.value, nn.Module)}
+    log = AttributeLog(held, texts, counted, contents)
+    kinds = {type(h.value) for h in held.values() if not isinstance(h.value, nn.Module)}
     with contextlib.ExitStack() as stack:
         for kind in (nn.Module, *kinds):
             stack.enter_context(_class_noted(kind, log))

@@ -10,7 +10,7 @@ This module must not know how the step is captured.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,33 +19,24 @@ from torch._C import DisableTorchFunction
 
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import LeftFlag
-from mpxla.graph.user_code import at_user_line
+from mpxla.graph.user_code import AgainError, at_user_line
 
-__all__ = ["Flags", "ThawedError", "with_thawed_if_needed"]
-
-T = TypeVar("T")
+__all__ = ["Flags", "ThawedError"]
 
 
-class ThawedError(Exception):
-    """A step function trains parameters that are frozen when it begins."""
+class ThawedError(AgainError):
+    """A step function trains parameters that are frozen when it begins.
 
-    def __init__(self, names: Collection[str]):
-        super().__init__(", ".join(sorted(names)))
-        self.names = frozenset(names)
-
-
-def with_thawed_if_needed(capture: Callable[[frozenset[str]], T]) -> T:
-    """Captures a step, and once more if it unfreezes parameters.
-
-    Args:
-        capture: is given the names of those; may raise `ThawedError`.
+    Their names are to be among those that are `known`.
     """
-    thawed: frozenset[str] = frozenset()
-    while True:
-        try:
-            return capture(thawed)
-        except ThawedError as error:
-            thawed |= error.names
+
+    def __init__(self, names: Collection[str], known: set[str]):
+        super().__init__(", ".join(sorted(names)))
+        self._names, self._known = names, known
+
+    def prepare(self) -> None:
+        """Tells the next capture."""
+        self._known.update(self._names)
 
 
 class Flags:

@@ -177,10 +177,14 @@ def _of_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return call
 
 
-def _of_list(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.tensor` or `torch.as_tensor`; a list may hold values that nobody knows yet."""
+def _of_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor` or `torch.as_tensor`; a list may hold values that nobody knows yet. A number
+    is filled in, so that the graph shows it, and not a constant tensor.
+    """
 
     def call(data: Any, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> torch.Tensor:
+        if type(data) in (bool, int, float) and not args and named.keys() <= {"device"}:
+            return torch.full((), data, dtype=dtype, **named)
         if isinstance(data, np.ndarray) and data.dtype == object:
             data = data.tolist()
         if not isinstance(data, (list, tuple)) or not any(map(_has_no_value, tree_leaves(data))):
@@ -275,8 +279,8 @@ def _expr(size: Any) -> Any:
 
 
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.tensor: _of_list(torch.tensor),
-    torch.as_tensor: _of_list(torch.as_tensor),
+    torch.tensor: _of_data(torch.tensor),
+    torch.as_tensor: _of_data(torch.as_tensor),
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

@@ -12,7 +12,6 @@ microbatch. A recurrent layer puts the rows back in their places, and runs with 
 This module must not know how a step is traced.
 """
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
+from mpxla.graph.chosen import mark_of
 from mpxla.graph.recurrent import KINDS, LAYER, unrolled
 from mpxla.graph.user_code import at_user_line
 
@@ -63,8 +63,7 @@ def _marked(value: torch.Tensor, is_right: torch.Tensor) -> torch.Tensor:
     """A value, unless something is wrong: NaN then, or a place beyond all tables."""
     if value.dtype is torch.bool:
         return value
-    is_float = value.is_floating_point() or value.is_complex()
-    return value.masked_fill(~is_right, math.nan if is_float else torch.iinfo(value.dtype).max)
+    return value.masked_fill(~is_right, mark_of(value.dtype))
 
 
 class Recurrences:

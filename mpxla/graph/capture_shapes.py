@@ -60,17 +60,17 @@ class FixedShapes:
     def fixed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The call to make in the place of one, mostly itself."""
         name = getattr(func, "__name__", "")
+        if name == "masked_select" and "out" not in kwargs:
+            tensor, mask = _arguments(("input", "mask"), args, kwargs)
+            shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+            places = self._places(mask, mask.broadcast_to(shape))
+            index = mask.broadcast_to(shape) if places is None else places
+            return _get, (tensor.broadcast_to(shape), index), {}
         if func is _get or func is _set:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             index = tuple(map(self._as_numbers, index))
             index = self._places_of_masks(index) if func is _get else index
             return func, (args[0], index, *args[2:]), kwargs
-        if name == "masked_select":
-            tensor, mask = _arguments(("input", "mask"), args, kwargs)
-            shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-            places = self._places(mask, mask.broadcast_to(shape))
-            if places is not None:
-                return _get, (tensor.broadcast_to(shape), places), {}
         if name in _PLACES and self._varies(args[0]) and (name != "where" or len(args) == 1):
             places = self._places(args[0], args[0])
             as_tuple = name == "where" or kwargs.get("as_tuple") or args[1:] == (True,)
@@ -86,8 +86,6 @@ class FixedShapes:
         if name in _COUNTING:
             found = self._counting(name, args, kwargs)
             return (func, args, kwargs) if found is None else found
-        if name == "diagonal":  # torch.func gives it tensors for numbers
-            return func, (args[0], *map(self.as_number, args[1:])), kwargs
         if name in _SIZES:
             args, kwargs = pytree.tree_map(self.as_number, (args, kwargs))
             args = tuple(NumberRead(v) if isinstance(v, FakeTensor) else v for v in args)

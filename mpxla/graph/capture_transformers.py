@@ -1,25 +1,19 @@
-"""Parts of transformers whose shapes depend on values, with static ones while a step is captured.
+"""Routed experts of transformers, with shapes that no values decide, while a step is captured.
 
-*Routed experts*: the library groups tokens by the expert that they are routed to, so that values
-say how many rows an expert gets. Here every expert computes all tokens, and the routing weights,
-zero where a token does not go, decide what counts. The sum and its gradients are those of the
-grouped form; an expert that gets no token has a gradient of zeros. The cost is that of all experts
-for all tokens.
-
-*Samples without a label*: DeBERTa's classifiers gather the samples whose label is not negative.
-Here the others count nothing: the loss and its gradients are the same.
+The library groups tokens by the expert that they are routed to, so that values say how many rows an
+expert gets. Here every expert computes all tokens, and the routing weights, zero where a token does
+not go, decide what counts. The sum and its gradients are those of the grouped form; an expert that
+gets no token has a gradient of zeros. The cost is that of all experts for all tokens.
 
 This module must not import transformers: nothing is to be done where the user has not.
 """
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mpxla.graph.exchanged import exchanged
@@ -29,6 +23,12 @@ __all__ = ["static_transformers"]
 _INTERFACE = "transformers.integrations.moe"
 _GROUPING = ("eager", "batched_mm", "deepgemm", "grouped_mm", "sonicmoe", None)
 """Implementations that are exchanged; one that the user has registered stays."""
+_MODELS = "transformers.models"
+_LISTS = (
+    f"{_MODELS}.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts",
+    f"{_MODELS}.nllb_moe.modeling_nllb_moe.NllbMoeExperts",
+)
+"""Classes whose experts are modules of their own."""
 
 
 @contextlib.contextmanager
@@ -39,11 +39,11 @@ def static_transformers() -> Generator[None]:
             kind = sys.modules[_INTERFACE].ExpertsInterface
             replaced = _interface(kind.get_interface)
             changed.enter_context(exchanged(kind, get_interface=replaced))
-        for path, replacement in _FORWARDS.items():
+        for path in _LISTS:
             module, _, name = path.rpartition(".")
             if module in sys.modules:
                 kind = getattr(sys.modules[module], name)
-                changed.enter_context(exchanged(kind, forward=replacement(kind.forward)))
+                changed.enter_context(exchanged(kind, forward=_run_list))
         yield
 
 
@@ -114,41 +114,3 @@ def _run_list(
             part = dropout(part) if experts.training else part * (1 - drop)
         result = result + part.to(tokens.dtype)
     return result
-
-
-def _with_static_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        labels = bound.arguments.get("labels")
-        is_chosen = self.config.problem_type is None and self.num_labels > 1
-        if labels is None or not is_chosen or (labels.dim() > 1 and labels.size(-1) > 1):
-            return original(self, *args, **kwargs)
-        bound.arguments["labels"] = None
-        output = original(*bound.args, **bound.kwargs)
-        is_tuple = isinstance(output, tuple)
-        loss = _loss(output[0] if is_tuple else output.logits, labels)
-        return (loss, *output) if is_tuple else type(output)(**{**output, "loss": loss})
-
-    return forward
-
-
-def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean over the samples with a label; zero where none has one."""
-    labels = labels.reshape(-1).long()
-    known = torch.where(labels >= 0, labels, -100)
-    total = F.cross_entropy(logits.float(), known, ignore_index=-100, reduction="sum")
-    return total / (labels >= 0).sum().clamp(min=1)
-
-
-_MODELS = "transformers.models"
-_FORWARDS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    f"{_MODELS}.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts": (
-        lambda _: _run_list
-    ),
-    f"{_MODELS}.nllb_moe.modeling_nllb_moe.NllbMoeExperts": lambda _: _run_list,
-    f"{_MODELS}.deberta.modeling_deberta.DebertaForSequenceClassification": _with_static_loss,
-    f"{_MODELS}.deberta_v2.modeling_deberta_v2.DebertaV2ForSequenceClassification": (
-        _with_static_loss
-    ),
-}
-"""Class -> what makes its forward of the library's."""

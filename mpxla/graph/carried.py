@@ -24,6 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from mpxla.errors import CaptureError
 from mpxla.graph.plain import MISSING
 from mpxla.graph.tensor_places import HeldTensor
+from mpxla.graph.user_code import AgainError
 
 __all__ = [
     "Carried",
@@ -288,10 +289,10 @@ class FormError(CaptureError):
     """A step computes with tensors in an attribute, and leaves others of another form there."""
 
 
-class CarriedError(BaseException):
+class CarriedError(AgainError):
     """A step gives attributes of modules tensors, which are to be carried.
 
-    It passes what catches the errors of users' code. Attributes had tensors of the form `found`.
+    Attributes had tensors of the form `found`.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class CarriedError(BaseException):
         super().__init__(", ".join(name for _, name, _ in left))
         self._left, self._found = left, found
 
-    def carry(self) -> None:
+    def prepare(self) -> None:
         """Has the attributes carried from here on."""
         for module, name, form in self._left:
             carried = vars(module).setdefault(_CARRIED, {}).setdefault(name, Carried(module, name))

@@ -35,6 +35,8 @@ __all__ = [
     "aligned",
     "fix_sizes",
     "fixed_sizes",
+    "limit_of",
+    "mark_of",
     "met",
     "of_each",
     "refused",
@@ -138,6 +140,23 @@ def of_each(node: fx.Node, dims: Dims) -> tuple[fx.Node, Any]:
     """A node as it is, with the same dims for each of its values if it gives several."""
     value = node.meta["val"]
     return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+
+
+def limit_of(dtype: torch.dtype, sign: int) -> float:
+    """The greatest value of a type, or the least one."""
+    if dtype.is_floating_point:
+        return sign * math.inf
+    if dtype is torch.bool:
+        return sign > 0
+    return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
+
+
+def mark_of(dtype: torch.dtype) -> float:
+    """What stands where PyTorch raises: NaN, or a place beyond all tables, of which programs make
+    NaN.
+    """
+    is_float = dtype.is_floating_point or dtype.is_complex
+    return math.nan if is_float else torch.iinfo(dtype).max
 
 
 def refused(node: fx.Node, what: str = "") -> ValueNeededError:
@@ -421,15 +440,11 @@ class Walk:
         return self.call(_aten.where.self, self.some(rows), mean, zero)
 
     def marked(self, value: fx.Node, rows: Rows, dtype: torch.dtype) -> fx.Node:
-        """A row, which is there only if there are rows: else NaN, or a place beyond all tables, of
-        which programs make NaN; PyTorch raises.
-        """
+        """A row, which is there only if there are rows: else a mark."""
         if dtype is torch.bool:
             return value
-        is_float = dtype.is_floating_point or dtype.is_complex
-        mark = math.nan if is_float else torch.iinfo(dtype).max
         none = self.call(_aten.logical_not.default, self.some(rows))
-        return self.call(_aten.masked_fill.Scalar, value, none, mark)
+        return self.call(_aten.masked_fill.Scalar, value, none, mark_of(dtype))
 
     # --- numbers ------------------------------------------------------------------------------
 

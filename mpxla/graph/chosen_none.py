@@ -205,6 +205,7 @@ _SIMPLER: Mapping[Any, Callable[[_Terms, fx.Node], Any]] = {
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.any.default), _summed),
     _aten.cumsum.default: _summed,
     **dict.fromkeys(_ZEROS, lambda terms, node: _Number(0)),
+    _aten.full.default: lambda terms, node: _Number(arguments_of(node)[1]),
     **dict.fromkeys((_aten.index_add.default, _aten.scatter_add.default), _written(3)),
     _aten.index_put.default: _written(2),
     _aten.logical_not.default: _turned,

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, of_each, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, limit_of, mark_of, of_each, refused
 from mpxla.graph.operand_dims import dims_along
 from mpxla.graph.typed import input_of, named_arguments, target_of
 
 __all__ = ["RULES_OF_ORDER", "extreme_or", "place_of"]
 
 _aten = torch.ops.aten
-_BEYOND = torch.iinfo(torch.int64).max
-"""A place of which programs make NaN; PyTorch raises."""
 
 
 def place_of(walk: Walk, rows: Rows, numbers: fx.Node) -> fx.Node:
@@ -40,7 +38,7 @@ def place_of(walk: Walk, rows: Rows, numbers: fx.Node) -> fx.Node:
     is_beyond = walk.call(_aten.logical_or.default, is_beyond, is_before)
     number = walk.call(_aten.clamp.default, number, 0, rows.size - 1)
     places = walk.call(_aten.index.Tensor, walk.in_order(rows), [number])
-    return walk.call(_aten.masked_fill.Scalar, places, is_beyond, _BEYOND)
+    return walk.call(_aten.masked_fill.Scalar, places, is_beyond, mark_of(torch.int64))
 
 
 def _ones_and_zeros(walk: Walk, mask: fx.Node) -> fx.Node:
@@ -125,12 +123,9 @@ def _greatest(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     order = walk.call(_aten.slice.Tensor, order, dim, 0, size)
     missing = walk.along(missing, dim, len(dims))
     values = walk.call(_aten.gather.default, source, dim, order)
-    dtype = source.meta["val"].dtype
-    mark = math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
-    values = walk.call(_aten.masked_fill.Scalar, values, missing, mark)
-    numbers = walk.call(
-        _aten.masked_fill.Scalar, _numbers(walk, rows, order), missing, torch.iinfo(torch.int64).max
-    )
+    values = walk.call(_aten.masked_fill.Scalar, values, missing, mark_of(source.meta["val"].dtype))
+    numbers = _numbers(walk, rows, order)
+    numbers = walk.call(_aten.masked_fill.Scalar, numbers, missing, mark_of(torch.int64))
     return _parts(walk, node, [values, numbers], (*dims[:dim], found, *dims[dim + 1 :]))
 
 
@@ -157,11 +152,7 @@ def _place_of_extreme(walk: Walk, source: fx.Node, dim: int, is_max: bool) -> fx
     assert rows is not None
     value = walk.call(_aten.detach.default, source)
     walk.set_dims(value, dims)
-    if dtype.is_floating_point:
-        lowest, highest = -math.inf, math.inf
-    else:
-        lowest, highest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    filled = walk.filled(value, dims, lowest if is_max else highest, (dim,))
+    filled = walk.filled(value, dims, limit_of(dtype, -1 if is_max else 1), (dim,))
     best = walk.call((_aten.amax if is_max else _aten.amin).default, filled, [dim], True)
     found = walk.call(_aten.eq.Tensor, value, best)
     if dtype.is_floating_point:

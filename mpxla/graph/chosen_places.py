@@ -40,23 +40,6 @@ def _places(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     return made, (rows, None)
 
 
-def _masked(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    """`masked_select`."""
-    value, mask = arguments_of(node)
-    if any(walk.dims_of(value)) or any(walk.dims_of(mask)):
-        raise refused(node, "is chosen from element by element")
-    shape = torch.broadcast_shapes(value.meta["val"].shape, mask.meta["val"].shape)
-    if tuple(mask.meta["val"].shape) != tuple(shape):
-        with_shape = walk.call(_aten.expand.default, mask, list(shape))
-        with_shape.meta["val"] = mask.meta["val"].expand(shape)
-        mask = with_shape
-    wide = walk.call(_aten.expand.default, value, list(shape))
-    wide = walk.call(_aten.reshape.default, wide, [-1])
-    rows = walk.rows_of(mask)
-    walk.note(node.meta["val"].shape[0], rows)
-    return walk.chosen_from(wide, rows, node), (rows,)
-
-
 # --- indices ------------------------------------------------------------------------------------
 
 
@@ -176,7 +159,10 @@ def _written(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         rest = dims[count:]
         flat = _flattened(walk, value, walk.sizes(value), count)
         _check_meets(node, (rows, *rest), known)
-        made = _row_by_row(walk, flat, new, rows, 1 + len(rest), adds)
+        if adds:
+            new = walk.call(_aten.add.Tensor, flat, new)
+        mask = walk.along(rows.mask, 0, 1 + len(rest))
+        made = walk.call(_aten.where.self, mask, new, flat)
         return walk.call(_aten.reshape.default, made, walk.sizes(value)), dims
     rows = next((rows for rows in index.dims if rows is not None), None)
     if rows is None or index.dims[0] is not rows or any(index.dims[1:]) or any(dims):
@@ -225,16 +211,6 @@ def _check_meets(node: fx.Node, dims: Dims, known: Dims) -> None:
     for one, other in zip(reversed(known), reversed(dims), strict=False):
         if one is not None and one is not other:
             raise refused(node, "meets what another mask has as many rows of")
-
-
-def _row_by_row(
-    walk: Walk, value: fx.Node, new: fx.Node, rows: Rows, num_dims: int, adds: bool
-) -> fx.Node:
-    """A value with new rows, or with their sums, where the rows count."""
-    mask = walk.along(rows.mask, 0, num_dims)
-    if adds:
-        new = walk.call(_aten.add.Tensor, value, new)
-    return walk.call(_aten.where.self, mask, new, value)
 
 
 def _written_along(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -320,7 +296,6 @@ def _gathered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 RULES_OF_PLACES: Mapping[Any, Rule] = {
     **dict.fromkeys((_aten.nonzero.default, _aten.nonzero_numpy.default), _places),
     **dict.fromkeys((_aten.argwhere.default, _aten.where.default), _places),
-    _aten.masked_select.default: _masked,
     _aten.index.Tensor: _read,
     _aten.index_put.default: _written,
     **dict.fromkeys(("aten::index_add", "aten::index_copy"), _written_along),

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, of_each, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, limit_of, met, of_each, refused
 from mpxla.graph.chosen_order import RULES_OF_ORDER, extreme_or
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
-from mpxla.graph.operand_dims import combined, dims_along, is_elementwise
+from mpxla.graph.operand_dims import PRODUCTS, combined, dims_along, is_elementwise
 from mpxla.graph.recurrent import LAYER
-from mpxla.graph.stepgraph import CASTS
 from mpxla.graph.typed import (
     SYMBOLIC,
     arguments_of,
@@ -192,14 +191,7 @@ def _reduced(fill: Any) -> Rule:
 
 
 def _limit(sign: int) -> Any:
-    def fill(dtype: torch.dtype, arguments: Any) -> Any:
-        if dtype.is_floating_point:
-            return sign * math.inf
-        if dtype is torch.bool:
-            return sign > 0
-        return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
-
-    return fill
+    return lambda dtype, arguments: limit_of(dtype, sign)
 
 
 def _of_norm(dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
@@ -214,17 +206,9 @@ def _number(number: Any) -> Any:
 def _elements(walk: Walk, source: fx.Node, along: set[int]) -> Any:
     """How many elements count along some dims: a number, or int64 []."""
     dims, sizes = walk.dims_of(source), walk.sizes(source)
-    number = math.prod(sizes[d] for d in along if dims[d] is None)
-    counted: Any = number
-    for d in along:
-        rows = dims[d]
-        if rows is not None:
-            count = walk.count(rows)
-            counted = (
-                walk.call(_aten.mul.Tensor, count, counted)
-                if isinstance(counted, fx.Node) or counted != 1
-                else count
-            )
+    counted: Any = math.prod(sizes[d] for d in along if dims[d] is None)
+    for rows in (rows for d in along if (rows := dims[d]) is not None):
+        counted = walk.call(_aten.mul.Tensor, walk.count(rows), counted)
     return counted
 
 
@@ -366,10 +350,6 @@ def _similar(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 
 
 _LIKE = [f"aten::{name}_like" for name in ("zeros", "ones", "full", "rand", "randn", "empty")]
-_PRODUCTS = (
-    *(_aten.linear.default, _aten.matmul.default, _aten.mm.default, _aten.bmm.default),
-    *(_aten.addmm.default, _aten.baddbmm.default, _aten.mv.default, _aten.einsum.default),
-)
 _LAYERS = (
     *(_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default, _aten.convolution.default),
     *(_aten.conv1d.padding, _aten.conv2d.padding, _aten.group_norm.default),
@@ -397,8 +377,7 @@ _RULES: Mapping[Any, Rule] = {
     **RULES_OF_PLACES,
     **RULES_OF_SHAPES,
     **RULES_OF_ORDER,
-    **dict.fromkeys((*CASTS, _aten.detach.default, _aten.dropout.default), _kept),
-    **dict.fromkeys(_PRODUCTS, _combined),
+    **dict.fromkeys((*PRODUCTS, _aten.einsum.default), _combined),
     **dict.fromkeys(_LAYERS, _by_batch),
     **{f"aten::{name}": _reduced(fill) for name, fill in _REDUCTIONS.items()},
     **{f"aten::{name}": extreme_or(_reduced(fill)) for name, fill in _EXTREMES.items()},
@@ -419,7 +398,7 @@ _RULES: Mapping[Any, Rule] = {
     _aten.batch_norm.default: _batch_norm,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.cosine_similarity.default: _similar,
-    **dict.fromkeys((*_LIKE, "aten::bernoulli"), _kept),
+    **dict.fromkeys((*_LIKE, "aten::bernoulli", _aten.dropout.default), _kept),
     LAYER: _recurrent,
     _aten.embedding.default: _embedded,
     _aten.one_hot.default: lambda walk, node: (node, (*walk.dims_of(input_of(node)), None)),

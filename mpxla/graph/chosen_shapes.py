@@ -23,20 +23,13 @@ from mpxla.graph.chosen import (
     refused,
 )
 from mpxla.graph.chosen_order import place_of
-from mpxla.graph.positions import TRANSPOSED, permutation
+from mpxla.graph.operand_dims import MOVING, PIECES, moved_dims, view_groups
 from mpxla.graph.stepgraph import VIEWS
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["RULES_OF_SHAPES"]
 
 _aten = torch.ops.aten
-
-
-def _with_sizes(walk: Walk, node: fx.Node) -> fx.Node:
-    """The node with fixed sizes in the place of numbers that depend on values."""
-    node.args = fx.map_arg(node.args, walk.as_size)
-    node.kwargs = fx.map_arg(node.kwargs, walk.as_size)
-    return node
 
 
 def _broadcast(walk: Walk, node: fx.Node) -> tuple[fx.Node, list[Dims]]:
@@ -62,18 +55,8 @@ def _viewed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     source, after = input_of(node), node.meta["val"].shape
     before, dims = source.meta["val"].shape, walk.dims_of(source)
     found: list[Rows | None] = [None] * len(after)
-    start = end = 0
-    while start < len(before) or end < len(after):
-        stop, until = start + 1, end + 1
-        old, new = math.prod(before[start:stop]), math.prod(after[end:until])
-        while not _is_same(old, new) and (stop < len(before) or until < len(after)):
-            if until >= len(after) or (stop < len(before) and _hint(old) < _hint(new)):
-                stop += 1
-            else:
-                until += 1
-            old, new = math.prod(before[start:stop]), math.prod(after[end:until])
-        _regroup(walk, node, (before, dims, range(start, stop)), (after, found, range(end, until)))
-        start, end = stop, until
+    for olds, news in view_groups([*map(_hint, before)], [*map(_hint, after)]):
+        _regroup(walk, node, (before, dims, olds), (after, found, news))
     sizes = fixed_sizes(after, found)
     if any(isinstance(size, torch.SymInt) for size in sizes):
         raise refused(node, "gets another shape")
@@ -163,15 +146,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return _hint(one) == _hint(other)
 
 
-def _transposed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+def _moved(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     dims = walk.dims_of(input_of(node))
-    return node, tuple(dims[i] for i in permutation(node)) if len(dims) > 1 else dims
-
-
-def _unsqueezed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    dims = list(walk.dims_of(input_of(node)))
-    dims.insert(named_arguments(node)["dim"] % (len(dims) + 1), None)
-    return node, tuple(dims)
+    return node, tuple(None if d is None else dims[d] for d in moved_dims(node))
 
 
 def _diagonal(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -263,7 +240,8 @@ def _made(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         number = walk.call(_aten.to.dtype, number, node.meta["val"].dtype)
         shape = fixed_sizes(node.meta["val"].shape, dims)
         return walk.call(_aten.expand.default, number, shape), dims
-    return _with_sizes(walk, node), dims
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), walk.as_size)
+    return node, dims
 
 
 def _numbered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -281,13 +259,10 @@ RULES_OF_SHAPES: Mapping[Any, Rule] = {
     **dict.fromkeys((*VIEWS, _aten.flatten.using_ints, _aten.unflatten.int), _viewed),
     **dict.fromkeys((_aten.squeeze.dim, _aten.squeeze.dims, _aten.squeeze.default), _viewed),
     **dict.fromkeys((_aten.view_as.default, _aten.reshape_as.default), _viewed),
-    **dict.fromkeys(TRANSPOSED, _transposed),
+    **dict.fromkeys(MOVING, _moved),
     **dict.fromkeys((_aten.expand.default, _aten.expand_as.default), _expanded),
-    **dict.fromkeys((_aten.slice.Tensor, _aten.select.int, _aten.unbind.int), _piece),
-    **dict.fromkeys((_aten.narrow.default, _aten.split.Tensor, _aten.chunk.default), _piece),
-    **dict.fromkeys((_aten.split.sizes, _aten.split_with_sizes.default), _piece),
+    **dict.fromkeys(PIECES, _piece),
     **dict.fromkeys((_aten.cat.default, _aten.stack.default), _joined),
-    _aten.unsqueeze.default: _unsqueezed,
     _aten.diagonal.default: _diagonal,
     _aten.broadcast_tensors.default: _broadcast,
     **dict.fromkeys((_aten.pad.default, _aten.constant_pad_nd.default), _padded),

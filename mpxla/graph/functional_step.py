@@ -28,18 +28,7 @@ from mpxla.graph.gradients import expand_gradients
 from mpxla.graph.gradients_in_functions import expand_gradients_in_functions
 from mpxla.graph.hooked import place_hooks
 from mpxla.graph.later_values import settle_reads
-from mpxla.graph.normalize import (
-    collapse_detaches,
-    densify_gradients,
-    drop_runtime_checks,
-    flatten_strided,
-    free_layouts,
-    give_indices_a_dim,
-    refuse_collectives,
-    refuse_hidden_updates,
-    resolve_numbers,
-    split_complex_writes,
-)
+from mpxla.graph.normalize import check_operators, normalize
 from mpxla.graph.renorms import replace_renorms
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, describe
 from mpxla.graph.typed import input_of, outputs_of
@@ -97,19 +86,11 @@ def functional_step(
     ends = list(zip(outputs_of(graph), outputs, strict=True))
     masks = [input_of(node) for node, role in ends if role.is_among(checks)]
     settle_reads(graph, [node for node, role in ends if role.kind is OutputKind.OBJECTIVE])
-    refuse_collectives(graph)
-    refuse_hidden_updates(graph)
-    drop_runtime_checks(graph)
+    check_operators(graph)
     place_hooks(graph, inputs)
     check_counts(graph)
     fix_sizes(graph, rule_of, masks, fake_mode)
-    resolve_numbers(graph)
-    collapse_detaches(graph)
-    densify_gradients(graph)
-    give_indices_a_dim(graph)
-    flatten_strided(graph)
-    split_complex_writes(graph)
-    free_layouts(graph)
+    normalize(graph)
     expand_gradients_in_functions(graph)
     expand_gradients(graph)
     graph.eliminate_dead_code()

@@ -22,7 +22,8 @@ from torch import nn
 from mpxla.graph.plain import FUNCTIONS, MISSING, SIMPLE, Change, Read, entries_of
 from mpxla.user_lines import is_model_code
 
-__all__ = ["OF_TORCH", "Held", "ObjectRead", "held_objects", "may_be_a_models"]
+__all__ = ["OF_TORCH", "Held", "ObjectRead", "contents_of", "held_objects", "is_looked_into"]
+__all__ += ["own_attributes"]
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of modules that are not the user's."""
@@ -127,8 +128,7 @@ def held_objects(
     waiting = [(name, value, 0, get, None) for name, value, get in roots]
     waiting += [(name, module, 0, lambda: None, None) for name, module in modules]
     for name, value, depth, get, place in waiting:  # grows
-        is_open, is_module = has_attributes(value), isinstance(value, nn.Module)
-        if is_open:
+        if has_attributes(value):
             held = found.get(id(vars(value)))
             if held is not None or (id(value) not in seen and len(seen) <= _MOST_OBJECTS):
                 (held or add(name, value)).places.append((get, place))
@@ -137,24 +137,24 @@ def held_objects(
         seen.add(id(value))
         if depth >= _DEPTH:
             continue
-        contents = _contents_of(value)
+        contents = contents_of(value)
         if contents is not None:
             waiting += (
                 (f"{name}[{key!r}]", part, depth + 1, partial(_part, get, key), place)
                 for key, part in contents.items()
-                if _is_looked_into(part)
+                if _may_hold(part)
             )
-        elif (is_open or is_module) and may_be_a_models(type(value)):
-            held = found[id(vars(value))]
+        elif is_looked_into(value):
+            held, table = found[id(vars(value))], id(vars(value))
             waiting += (
-                (f"{name}.{key}", part, depth + 1, partial(held.get, key), (id(vars(value)), key))
-                for key, part in vars(value).items()
-                if key not in OF_TORCH and _is_looked_into(part)
+                (f"{name}.{key}", part, depth + 1, partial(held.get, key), (table, key))
+                for key, part in own_attributes(value).items()
+                if _may_hold(part)
             )
     return found
 
 
-def _contents_of(value: Any) -> dict[Any, Any] | None:
+def contents_of(value: Any) -> dict[Any, Any] | None:
     """What is in a container; None of what is none."""
     is_sequence = isinstance(value, (list, tuple, deque))
     return dict(enumerate(cast(Any, value))) if is_sequence else entries_of(value)
@@ -168,19 +168,28 @@ def _part(get: Callable[[], Any], key: Any) -> Any:
             return container[key]
         except (KeyError, IndexError, TypeError):
             return MISSING
-    return (_contents_of(container) or {}).get(key, MISSING)
+    return (contents_of(container) or {}).get(key, MISSING)
 
 
-def _is_looked_into(part: Any) -> bool:
+def _may_hold(part: Any) -> bool:
     if has_attributes(part):
-        return may_be_a_models(type(part)) or _contents_of(part) is not None
-    return not isinstance(part, SIMPLE) and _contents_of(part) is not None
+        return is_looked_into(part) or contents_of(part) is not None
+    return not isinstance(part, SIMPLE) and contents_of(part) is not None
 
 
-def may_be_a_models(kind: type) -> bool:
-    """Whether a class is of a script or a package with models; objects of torch and here change."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is None or kind is Namespace or is_model_code(file)
+def own_attributes(value: Any) -> dict[str, Any]:
+    """Those of an object, of a module without torch's own."""
+    return {key: part for key, part in vars(value).items() if key not in OF_TORCH}
+
+
+def is_looked_into(value: Any) -> bool:
+    """Whether it is of a class of a script or a package with models; objects of torch and here
+    change.
+    """
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    if not (file is None or type(value) is Namespace or is_model_code(file)):
+        return False
+    return isinstance(value, nn.Module) or has_attributes(value)
 
 
 def has_attributes(value: Any) -> bool:

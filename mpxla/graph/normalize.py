@@ -1,8 +1,10 @@
 """Small rewrites that make an exported graph fit for cutting into stages.
 
-Each function changes a graph in place and has one purpose. They must not know about stages.
+`check_operators` looks at an exported graph, and `normalize` at one whose shapes are fixed: once at
+each node, with a function of one purpose for each operator. They must not know about stages.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,18 +17,11 @@ from mpxla.graph.user_code import line_of
 
 __all__ = [
     "COLLECTIVES_OUTSIDE",
-    "collapse_detaches",
-    "densify_gradients",
-    "drop_runtime_checks",
-    "flatten_strided",
+    "check_operators",
     "free_layouts",
-    "give_indices_a_dim",
     "has_writes",
     "keep_gradient_barriers",
-    "refuse_collectives",
-    "refuse_hidden_updates",
-    "resolve_numbers",
-    "split_complex_writes",
+    "normalize",
 ]
 
 _aten = torch.ops.aten
@@ -41,13 +36,7 @@ COLLECTIVES_OUTSIDE = (
     "A step runs once per microbatch, on ranks that hold parts of the model: return the value, and "
     "call the collective on the result. Gradients are averaged over replicas without it."
 )
-_ALONG_ROWS = (
-    *(_aten.index_select.default, _aten.index_add.default, _aten.index_copy.default),
-    *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor),
-)
-_BY_STRIDES: dict[Any, int] = {_aten.as_strided.default: 1, _aten.as_strided_scatter.default: 2}
-"""How many tensors they take."""
-_PARTIAL_WRITES = (_aten.slice_scatter.default, _aten.select_scatter.default)
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def keep_gradient_barriers(module: fx.GraphModule) -> None:
@@ -89,63 +78,66 @@ def has_writes(graph: fx.Graph) -> bool:
     return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
-def refuse_hidden_updates(graph: fx.Graph) -> None:
-    """Refuses instance norms that update running statistics: export does not see that they do.
+def check_operators(graph: fx.Graph) -> None:
+    """Removes assertions about metadata, which hold by construction and cannot run on XLA.
 
     Raises:
-        CaptureError: there is one; names the operator and its module.
+        CaptureError: a collective of torch_xla, which would mean the processes of one program only;
+            or an instance norm that updates running statistics: export does not see that it does.
+            Names the operator and its module.
     """
-    for node in graph.find_nodes(op="call_function", target=_aten.instance_norm.default):
-        running_mean, uses_own_statistics = node.args[3], node.args[5]
-        if running_mean is not None and uses_own_statistics:
-            raise CaptureError(
-                f"{_place(node)} updates running statistics, which a captured step would lose. Set "
-                f"track_running_stats=False, which is the default, or call eval() on the layer."
-            )
-
-
-def refuse_collectives(graph: fx.Graph) -> None:
-    """Refuses collectives of torch_xla, which would mean the processes of one program only.
-
-    Raises:
-        CaptureError: there is one; names the operator and its module.
-    """
-    for node in graph.nodes:
-        namespace = getattr(node.target, "namespace", "")
-        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _CHECKS and not node.users:
+            graph.erase_node(node)
+        elif getattr(node.target, "namespace", "") in _COLLECTIVES:
             raise CaptureError(
                 f"{_place(node)} is a collective inside a step function. {COLLECTIVES_OUTSIDE}"
             )
+        elif node.target is _aten.instance_norm.default:
+            running_mean, uses_own_statistics = node.args[3], node.args[5]
+            if running_mean is not None and uses_own_statistics:
+                raise CaptureError(
+                    f"{_place(node)} updates running statistics, which a captured step would lose. "
+                    f"Set track_running_stats=False, which is the default, or call eval() on the "
+                    f"layer."
+                )
 
 
-def drop_runtime_checks(graph: fx.Graph) -> None:
-    """Removes assertions about metadata, which hold by construction and cannot run on XLA."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and node.target in _CHECKS and not node.users:
-            graph.erase_node(node)
+def normalize(graph: fx.Graph) -> None:
+    """Rewrites operators.
+
+    Raises:
+        CaptureError: one cannot be; names the user's line.
+    """
+    for node in list(graph.nodes):
+        rule = _RULES.get(node.target)
+        if rule is not None:
+            with graph.inserting_before(node):
+                rule(node)
 
 
-def resolve_numbers(graph: fx.Graph) -> None:
+def _resolve_number(node: fx.Node) -> None:
     """Replaces a returned `x.item()` by `x`; the runtime turns it into a Python number.
 
     Raises:
         CaptureError: the number takes part in further computation.
     """
-    for node in list(graph.nodes):
-        if node.target not in (_aten.item.default, _aten._local_scalar_dense.default):
-            continue
-        others = [user for user in node.users if user.op != "output"]
-        if others:
-            places = sorted({_place(user) for user in others})
-            raise CaptureError(
-                f"The Python number read by .item() is used in a computation inside the step "
-                f"function, by {', '.join(places)}. Keep it a tensor there; only a number that "
-                f"is returned may be read by .item()."
-            )
-        with graph.inserting_before(node):
-            value = _call(node, _aten.detach.default, node.args[0])
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
+    others = [user for user in node.users if user.op != "output"]
+    if others:
+        places = sorted({_place(user) for user in others})
+        raise CaptureError(
+            f"The Python number read by .item() is used in a computation inside the step "
+            f"function, by {', '.join(places)}. Keep it a tensor there; only a number that "
+            f"is returned may be read by .item()."
+        )
+    source = input_of(node)
+    is_detached = source.target is _aten.detach.default
+    _replace(node, source if is_detached else _call(node, _aten.detach.default, source))
+
+
+def _replace(node: fx.Node, value: fx.Node) -> None:
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
 
 
 def _call(node: fx.Node, target: Any, *args: Any) -> fx.Node:
@@ -161,78 +153,63 @@ def _place(node: fx.Node) -> str:
     return f"{name} in {module_path(node) or 'the step function'}{line_of(node)}"
 
 
-def collapse_detaches(graph: fx.Graph) -> None:
+def _collapse_detach(node: fx.Node) -> None:
     """Merges chains of `detach` (tracing leaves three for one) and drops `alias`."""
-    for node in list(graph.nodes):
-        if node.target not in (_aten.detach.default, _aten.alias.default):
-            continue
-        source = input_of(node)
-        if node.target is _aten.alias.default or source.target is _aten.detach.default:
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+    source = input_of(node)
+    if node.target is _aten.alias.default or source.target is _aten.detach.default:
+        _replace(node, source)
 
 
-def densify_gradients(graph: fx.Graph) -> None:
-    """Makes embeddings with `sparse=True` ordinary ones: the device has no sparse tensors."""
-    for node in graph.find_nodes(op="call_function", target=_aten.embedding.default):
-        node.args = node.args[:4]
-        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sparse"}
+def _densify_gradient(node: fx.Node) -> None:
+    """Makes an embedding with `sparse=True` an ordinary one: the device has no sparse tensors."""
+    node.args = node.args[:4]
+    node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sparse"}
 
 
-def give_indices_a_dim(graph: fx.Graph) -> None:
+def _give_index_a_dim(node: fx.Node) -> None:
     """`table[[i]]` in place of `index_select` and the like with an index without dims.
 
     To PyTorch they are the same. Its decompositions, which backends use, know only the first.
     Nodes without a value are of `fix_sizes`, whose indices have a dim.
     """
-    for node in list(graph.nodes):
-        if node.target not in _ALONG_ROWS:
-            continue
-        index = cast(fx.Node, node.args[2])
-        if "val" not in index.meta or index.meta["val"].dim():
-            continue
-        with graph.inserting_before(node):
-            node.update_arg(2, _call(node, _aten.reshape.default, index, [1]))
+    index = cast(fx.Node, node.args[2])
+    if "val" in index.meta and not index.meta["val"].dim():
+        node.update_arg(2, _call(node, _aten.reshape.default, index, [1]))
 
 
-def flatten_strided(graph: fx.Graph) -> None:
+def _flatten_strided(node: fx.Node) -> None:
     """`as_strided` reads and writes a flat tensor, in the order in which its argument lay.
 
     Its strides are those of the capture, and a value that comes from another stage or program may
     lie in memory in another order: the view would be of other elements, in silence.
 
     Raises:
-        CaptureError: the argument has gaps, elements in one place, or not all that is read; names
-            the user's line.
+        CaptureError: the argument has gaps, elements in one place, or not all that is read.
     """
-    for node in list(graph.nodes):
-        num_tensors = _BY_STRIDES.get(cast(Any, node.target))
-        if num_tensors is None:
-            continue
-        source, *others = arguments_of(node)[:num_tensors]
-        size, stride, *offset = arguments_of(node)[num_tensors:]
-        value = source.meta["val"]
-        order = _order_in_memory(value)
-        if offset and offset[0] is not None:
-            offset = [offset[0] - value.storage_offset()]
-        first = offset[0] or 0 if offset else 0
-        last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if order is None or not 0 <= first <= last < value.numel():
-            raise CaptureError(
-                f"{_place(node)} takes strides of a tensor that is a part of another one, or "
-                f"expanded: call contiguous() before it."
-            )
-        with graph.inserting_before(node):
-            moved = _call(node, _aten.permute.default, source, order)
-            flat = _call(node, _aten.reshape.default, moved, [-1])
-        node.args = (flat, *others, size, stride, *offset)
-        if others:
-            shape = [value.shape[dim] for dim in order]
-            back = [order.index(dim) for dim in range(value.dim())]
-            with graph.inserting_before(node.next):
-                laid = _call(node, _aten.reshape.default, node, shape)
-                whole = _call(node, _aten.permute.default, laid, back)
-            node.replace_all_uses_with(whole, lambda user, laid=laid: user is not laid)
+    num_tensors = 1 if node.target is _aten.as_strided.default else 2
+    source, *others = arguments_of(node)[:num_tensors]
+    size, stride, *offset = arguments_of(node)[num_tensors:]
+    value = source.meta["val"]
+    order = _order_in_memory(value)
+    if offset and offset[0] is not None:
+        offset = [offset[0] - value.storage_offset()]
+    first = offset[0] or 0 if offset else 0
+    last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if order is None or not 0 <= first <= last < value.numel():
+        raise CaptureError(
+            f"{_place(node)} takes strides of a tensor that is a part of another one, or "
+            f"expanded: call contiguous() before it."
+        )
+    moved = _call(node, _aten.permute.default, source, order)
+    flat = _call(node, _aten.reshape.default, moved, [-1])
+    node.args = (flat, *others, size, stride, *offset)
+    if others:
+        shape = [value.shape[dim] for dim in order]
+        back = [order.index(dim) for dim in range(value.dim())]
+        with node.graph.inserting_before(node.next):
+            laid = _call(node, _aten.reshape.default, node, shape)
+            whole = _call(node, _aten.permute.default, laid, back)
+        node.replace_all_uses_with(whole, lambda user: user is not laid)
 
 
 def _order_in_memory(value: torch.Tensor) -> list[int] | None:
@@ -246,27 +223,44 @@ def _order_in_memory(value: torch.Tensor) -> list[int] | None:
     return order
 
 
-def split_complex_writes(graph: fx.Graph) -> None:
-    """Writes to parts of complex tensors become writes of real numbers.
+def _split_complex_write(node: fx.Node) -> None:
+    """A write to a part of a complex tensor becomes one of real numbers.
 
     torch differentiates `spectrum[..., :modes] = ...`, but not the operator that stands for it in a
     functional graph.
     """
-    for node in list(graph.nodes):
-        value = node.meta.get("val") if node.target in _PARTIAL_WRITES else None
-        if value is None or not value.is_complex():
-            continue
-        with graph.inserting_before(node):
-            tensors = [_call(node, _aten.resolve_conj.default, n) for n in node.args[:2]]
-            pairs = [_call(node, _aten.view_as_real.default, n) for n in tensors]
-        dim, *place = arguments_of(node)[2:] or (0,)
-        node.args = (*pairs, dim % value.dim(), *place)
-        with graph.inserting_after(node):
-            whole = _call(node, _aten.view_as_complex.default, node)
-        node.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)
+    value = node.meta.get("val")
+    if value is None or not value.is_complex():
+        return
+    tensors = [_call(node, _aten.resolve_conj.default, n) for n in node.args[:2]]
+    pairs = [_call(node, _aten.view_as_real.default, n) for n in tensors]
+    dim, *place = arguments_of(node)[2:] or (0,)
+    node.args = (*pairs, dim % value.dim(), *place)
+    with node.graph.inserting_after(node):
+        whole = _call(node, _aten.view_as_complex.default, node)
+    node.replace_all_uses_with(whole, lambda user: user is not whole)
 
 
 def free_layouts(graph: fx.Graph) -> None:
     """Turns views into reshapes: on the device, operators may lay out their results otherwise."""
     for node in graph.find_nodes(op="call_function", target=_aten.view.default):
-        node.target = _aten.reshape.default
+        _free_layout(node)
+
+
+def _free_layout(node: fx.Node) -> None:
+    node.target = _aten.reshape.default
+
+
+_RULES: Mapping[Any, Callable[[fx.Node], None]] = {
+    **dict.fromkeys((_aten.item.default, _aten._local_scalar_dense.default), _resolve_number),
+    **dict.fromkeys((_aten.detach.default, _aten.alias.default), _collapse_detach),
+    **dict.fromkeys((_aten.index_select.default, _aten.index_add.default), _give_index_a_dim),
+    **dict.fromkeys((_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor), _give_index_a_dim),
+    **dict.fromkeys((_aten.as_strided.default, _aten.as_strided_scatter.default), _flatten_strided),
+    **dict.fromkeys(
+        (_aten.slice_scatter.default, _aten.select_scatter.default), _split_complex_write
+    ),
+    _aten.embedding.default: _densify_gradient,
+    _aten.index_copy.default: _give_index_a_dim,
+    _aten.view.default: _free_layout,
+}

@@ -6,15 +6,18 @@
 This module must not know which dims are split.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from mpxla.graph.stepgraph import CASTS
 from mpxla.graph.typed import arguments_of, named_arguments, target_of
 
-__all__ = ["Combined", "combined", "dims_along", "is_elementwise"]
+__all__ = ["MOVING", "PIECES", "PRODUCTS", "TRANSPOSED", "Combined", "combined", "dims_along"]
+__all__ += ["is_elementwise", "moved_dims", "view_groups"]
 
 _aten = torch.ops.aten
 
@@ -37,7 +40,7 @@ _UNTAGGED = frozenset(
     )
 )
 """Elementwise operators that have no tag of torch that says so."""
-_PRODUCTS: Mapping[Any, str] = {
+PRODUCTS: Mapping[Any, str] = {
     _aten.linear.default: "*k, nk, n -> *n",
     _aten.addmm.default: "mn, mk, kn -> mn",
     _aten.mm.default: "mk, kn -> mn",
@@ -48,6 +51,14 @@ _PRODUCTS: Mapping[Any, str] = {
     _aten.scaled_dot_product_attention.default: "*sd, *td, *tv, *st -> *sv",
 }
 """A star stands for all other dims, from the last of them."""
+PIECES = (
+    *(_aten.slice.Tensor, _aten.narrow.default, _aten.select.int, _aten.unbind.int),
+    *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, _aten.split.sizes),
+)
+"""Operators that give parts of a value along a dim."""
+TRANSPOSED = (_aten.transpose.int, _aten.permute.default, _aten.t.default)
+MOVING = (*TRANSPOSED, *CASTS, _aten.detach.default, _aten.unsqueeze.default)
+"""Operators that give the same elements, with their dims in an order."""
 
 
 def combined(node: fx.Node) -> Combined | None:
@@ -63,9 +74,9 @@ def combined(node: fx.Node) -> Combined | None:
     if target is _aten.einsum.default:
         equation, operands = arguments_of(node)[:2]
         return _of_equation(equation, operands, result)
-    if target not in _PRODUCTS:
+    if target not in PRODUCTS:
         return None
-    before, _, after = _PRODUCTS[target].partition(" -> ")
+    before, _, after = PRODUCTS[target].partition(" -> ")
     terms = before.split(", ")
     operands = list(named_arguments(node).values())[: len(terms)]
     if target is _aten.matmul.default:
@@ -88,6 +99,43 @@ def dims_along(node: fx.Node, num_dims: int) -> set[int]:
     if given is None or given == []:
         return set(range(num_dims))
     return {d % num_dims for d in ([given] if isinstance(given, int) else given)}
+
+
+def moved_dims(node: fx.Node) -> list[int | None]:
+    """Which dim of its argument each dim of the result of a `MOVING` operator is; None for a new
+    one.
+    """
+    target, arguments, count = target_of(node), named_arguments(node), node.meta["val"].dim()
+    order: list[int | None] = [*range(count)]
+    if target is _aten.unsqueeze.default:
+        new = arguments["dim"] % count
+        return [*order[:new], None, *order[new:-1]]
+    if "dims" in arguments:
+        return [dim % count for dim in arguments["dims"]]
+    if target in TRANSPOSED and count > 1:
+        one, other = arguments.get("dim0", -1), arguments.get("dim1", -2)
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def view_groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The dims of a value, and those that they become in another shape, in the smallest groups.
+
+    At the end of a shape there may be ones alone, which nothing becomes.
+    """
+    start = end = 0
+    while start < len(before) or end < len(after):
+        stop, until = start + 1, end + 1
+        while stop < len(before) or until < len(after):
+            old, new = math.prod(before[start:stop]), math.prod(after[end:until])
+            if old == new:
+                break
+            if until >= len(after) or (stop < len(before) and old < new):
+                stop += 1
+            else:
+                until += 1
+        yield range(start, min(stop, len(before))), range(end, min(until, len(after)))
+        start, end = stop, until
 
 
 def is_elementwise(node: fx.Node) -> bool:

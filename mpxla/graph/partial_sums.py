@@ -15,9 +15,8 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
-from mpxla.graph.operand_dims import combined, is_elementwise
-from mpxla.graph.positions import TRANSPOSED
-from mpxla.graph.stepgraph import CASTS, VIEWS, describe
+from mpxla.graph.operand_dims import MOVING, combined, is_elementwise
+from mpxla.graph.stepgraph import VIEWS, describe
 from mpxla.graph.typed import arguments_of, named_arguments, target_of
 
 __all__ = ["CURVED_ALONG_DIMS", "PartialSums"]
@@ -25,7 +24,7 @@ __all__ = ["CURVED_ALONG_DIMS", "PartialSums"]
 _aten = torch.ops.aten
 _KEEPING = frozenset(
     (
-        *(*CASTS, *VIEWS, *TRANSPOSED, _aten.detach.default, _aten.unsqueeze.default),
+        *(*MOVING, *VIEWS),
         *(_aten.type_as.default, _aten.expand.default, _aten.slice.Tensor, _aten.select.int),
         _aten.neg.default,
         *(_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim),

@@ -7,7 +7,7 @@ partition is found.
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-from mpxla.graph.partition import Partition, StageLoad
+from mpxla.graph.partition import Partition
 from mpxla.graph.partition_modules import PART_MARK
 
 __all__ = ["format_report", "format_size"]
@@ -47,7 +47,7 @@ def format_report(
         activations as microbatches in flight times those of one, or "-" where no node says what it
         saves), then the balance, and where they occur tied parameters and idle ranks.
     """
-    total_s = sum(load.compute_s for load in partition.loads)
+    total_s = sum(load.compute_s for load in partition.loads) or 1.0
     by_stage = _flops_by_stage(partition, flops)
     is_weighed = any(load.activation_bytes for load in partition.loads)
     rows: list[tuple[str, ...]] = [HEADER]
@@ -60,9 +60,19 @@ def format_report(
         )
         weights = sum(weight_bytes[name] for name in load.parameters)
         saved = f"{in_flight[load.stage]} x {format_size(load.activation_bytes)}"
-        held = saved if is_weighed else "-"
-        num_split = str(len(set(load.parameters) & set(split)))
-        rows.append(_row(load, modules[0], total_s, weights, by_stage[load.stage], held, num_split))
+        row = (
+            str(load.stage),
+            str(load.rank),
+            modules[0],
+            f"{len(load.parameters)} ({format_size(weights)})",
+            str(len(set(load.parameters) & set(split))),
+            format_size(load.parameter_bytes - weights),
+            f"{100 * load.compute_s / total_s:.1f} %",
+            f"{by_stage[load.stage]:.3g}",
+            saved if is_weighed else "-",
+            format_size(load.cut_bytes),
+        )
+        rows.append(row)
         rows.extend(("", "", line, *[""] * (len(HEADER) - 3)) for line in modules[1:])
     if not split:
         place = HEADER.index("split")
@@ -76,30 +86,6 @@ def _flops_by_stage(partition: Partition, flops: Sequence[int]) -> list[int]:
         for stage in partition.stages_of(node):
             total[stage] += count
     return total
-
-
-def _row(
-    load: StageLoad,
-    modules: str,
-    total_s: float,
-    weights: int,
-    flops: int,
-    activations: str,
-    num_split: str,
-) -> tuple[str, ...]:
-    share = 100 * load.compute_s / total_s if total_s else 0.0
-    return (
-        str(load.stage),
-        str(load.rank),
-        modules,
-        f"{len(load.parameters)} ({format_size(weights)})",
-        num_split,
-        format_size(load.parameter_bytes - weights),
-        f"{share:.1f} %",
-        f"{flops:.3g}",
-        activations,
-        format_size(load.cut_bytes),
-    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -13,14 +13,12 @@ This module must not know which values are split.
 import torch
 from torch import fx
 
-from mpxla.graph.operand_dims import is_elementwise
-from mpxla.graph.stepgraph import CASTS
-from mpxla.graph.typed import input_of, named_arguments, target_of
+from mpxla.graph.operand_dims import MOVING, is_elementwise, moved_dims
+from mpxla.graph.typed import input_of, target_of
 
-__all__ = ["TRANSPOSED", "dims_with_positions", "is_uniform", "permutation"]
+__all__ = ["dims_with_positions", "is_uniform"]
 
 _aten = torch.ops.aten
-TRANSPOSED = (_aten.transpose.int, _aten.permute.default, _aten.t.default)
 _UNIFORM = frozenset(
     f"aten::{name}{suffix}"
     for name in ("zeros", "ones", "full", "scalar_tensor")
@@ -49,30 +47,16 @@ def _found(node: fx.Node, known: dict[fx.Node, frozenset[int]]) -> frozenset[int
         return frozenset()
     if is_elementwise(node):
         return frozenset().union(*(dims_with_positions(n, known) for n in node.all_input_nodes))
-    if target in (*CASTS, _aten.expand.default, _aten.detach.default):
+    if target is _aten.expand.default:
         return dims_with_positions(input_of(node), known)
-    if target is _aten.unsqueeze.default:
-        new = named_arguments(node)["dim"] % value.dim() - value.dim()
-        return frozenset(
-            d if d > new else d - 1 for d in dims_with_positions(input_of(node), known)
-        )
-    if target in TRANSPOSED and value.dim() > 1:
-        order, before = permutation(node), dims_with_positions(input_of(node), known)
-        return frozenset(i - value.dim() for i, d in enumerate(order) if d - value.dim() in before)
+    if target in MOVING:
+        before, order = dims_with_positions(input_of(node), known), moved_dims(node)
+        count = input_of(node).meta["val"].dim()
+        places = enumerate(order, -value.dim())
+        return frozenset(i for i, d in places if d is not None and d - count in before)
     return every
 
 
 def is_uniform(node: fx.Node) -> bool:
     """Whether a node makes a value whose elements are all equal, whatever its operands are."""
     return getattr(getattr(node.target, "_schema", None), "name", "") in _UNIFORM
-
-
-def permutation(node: fx.Node) -> list[int]:
-    """The dims of the argument of a transposition, in the order of its result."""
-    count = node.meta["val"].dim()
-    arguments, order = named_arguments(node), list(range(count))
-    if "dims" in arguments:
-        return [d % count for d in arguments["dims"]]
-    one, other = (arguments.get(n, default) for n, default in (("dim0", -1), ("dim1", -2)))
-    order[one], order[other] = order[other], order[one]
-    return order

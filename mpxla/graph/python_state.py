@@ -42,7 +42,7 @@ from mpxla.graph.capture_attributes import (
     note_content,
     refusal,
 )
-from mpxla.graph.carried import CarriedError, FormError
+from mpxla.graph.carried import FormError
 from mpxla.graph.container_state import (
     changed_entries,
     has_no_others,
@@ -63,7 +63,7 @@ from mpxla.graph.held_objects import Held
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
 from mpxla.graph.plain import Change, Read
 from mpxla.graph.stepgraph import InputKind, StepGraph
-from mpxla.graph.user_code import UndecidedError, ValueNeededError
+from mpxla.graph.user_code import AgainError, UndecidedError, ValueNeededError
 
 __all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
 
@@ -114,10 +114,6 @@ class Attempt:
         found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
         found |= {name: read for name, read in self.entries(names).items() if name in names}
         return {n: r for n, r in self._told_apart(found).items() if _is_state(r.value)}
-
-    def given_numbers(self) -> dict[str, Read]:
-        """Places with a number that may follow from those that are inputs."""
-        return {name: read for name, read in self.given.items() if self.log.is_read(name)}
 
     def entries(self, names: Collection[str] = ()) -> dict[str, Read]:
         """Others in containers that it has changed, or that are among some names."""
@@ -232,9 +228,9 @@ class PythonState:
         while True:
             try:
                 return self._found(capture)
-            except CarriedError as error:
+            except AgainError as error:
                 self._restart()
-                error.carry()
+                error.prepare()
             finally:
                 self.contents.clear()  # parameters cannot move while a copy has weak references
 
@@ -258,9 +254,10 @@ class PythonState:
             more = _all_of(CountRead, numbers)
             more |= _all_of(StateRead, first.states(self._outside))
             if self._followed:
-                for name, read in first.given_numbers().items():
-                    kind = StateRead if _is_state(read.value) else CountRead
-                    more[name] = kind.of(read)
+                for name, read in first.given.items():
+                    if first.log.is_read(name):
+                        kind = StateRead if _is_state(read.value) else CountRead
+                        more[name] = kind.of(read)
             more = {name: read for name, read in more.items() if name not in self._of_model}
             if more and not self._followed:
                 more |= _all_of(StateRead, first.begun())
@@ -274,8 +271,7 @@ class PythonState:
                     return self._judged(first, lambda *a: capture(Counting(self._followed), *a))
                 except _FlagError as error:
                     more = _all_of(StateRead, error.flags)
-            goes_on = partial(_goes_on, lambda: capture(Counting()))
-            is_cache = bool(numbers) and first.log.has_tensors and not goes_on()
+            is_cache = numbers and first.log.has_tensors and not _goes_on(capture)
             restore(first.log, first.outer)
             self._restart()
             if is_cache:
@@ -284,15 +280,11 @@ class PythonState:
                 self._followed |= more
         return self._judged(capture(Counting()), lambda *a: capture(Counting(), *a))
 
-    def refill(self, start: int = 0) -> None:
-        """Gives containers what they held before captures, but for the first ones noted."""
-        for container, content in reversed(self.contents[start:]):
-            refill(container, content)
-        del self.contents[start:]
-
     def _restart(self) -> None:
         """Before another capture: containers, and what is followed, are what they were."""
-        self.refill()
+        for container, content in reversed(self.contents):
+            refill(container, content)
+        self.contents.clear()
         for read in self._followed.values():  # numbers without values were read there
             read.give(read.value)
 
@@ -377,7 +369,9 @@ class PythonState:
                 return [], again
             if again:
                 self._follow(first, again)
-                _refuse_counter(second, capture, min(again))
+                if not _comes_again(second, capture):
+                    line = second.log.line(min(again))
+                    raise CaptureError(_COMPUTES.format(name=min(again), line=line))
         finally:
             restore(second.log, second.outer)
         flags = [read for name, read in changed.items() if name not in again]
@@ -439,10 +433,10 @@ def _is_changed(read: Read) -> bool:
     return known and read.change() is not None
 
 
-def _goes_on(capture: Callable[[], Attempt]) -> bool:
+def _goes_on(capture: Callable[..., Attempt]) -> bool:
     """Whether a step can go on with what it has left, though its tensors are not there."""
     try:
-        again = capture()
+        again = capture(Counting())
     except Exception:  # of what is missing
         return False
     restore(again.log, again.outer)
@@ -461,12 +455,6 @@ def _comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
         return _is_same(one.step, again.step)
     except Exception:
         return False
-
-
-def _refuse_counter(second: Attempt, capture: Callable[[], Attempt], name: str) -> None:
-    if _comes_again(second, capture):
-        return
-    raise CaptureError(_COMPUTES.format(name=name, line=second.log.line(name)))
 
 
 _COMPUTES = (

@@ -1,27 +1,25 @@
 """What a function reaches from outside its arguments, and how to put something else there.
 
-Its closure, the globals that it names, the attributes of objects of these, and the attributes of a
-model's modules; and what the user's functions that it calls reach, among them methods of modules
-and objects. This module must not know what is looked for.
+Its closure and the globals that it names; and what the user's functions that it calls reach, among
+them methods of modules and objects. This module must not know what is looked for.
 """
 
 import dis
-import functools
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from mpxla.graph.held_objects import OF_TORCH, may_be_a_models
-from mpxla.graph.plain import SIMPLE, entries_of
+from mpxla.graph.held_objects import Held, contents_of, is_looked_into, own_attributes
+from mpxla.graph.plain import SIMPLE
 from mpxla.user_lines import is_script_code
 
-__all__ = ["Outside", "Place", "outside", "places"]
+__all__ = ["Outside", "Place", "outside", "places_in"]
 
 _MISSING = object()
 _DEPTH, _MOST_PARTS = 8, 20_000
@@ -60,14 +58,6 @@ class Outside:
     names: set[str] = field(default_factory=set)
 
 
-def places(found: Outside, model: nn.Module) -> list[Place]:
-    """What a function names, the attributes of objects of that, and those of a model's modules."""
-    inside = [part for place in found.places for part in _attributes(place.name, place.value)]
-    for path, module in model.named_modules():
-        inside += _of_table(f"model.{path}" if path else "model", vars(module))
-    return [*found.places, *inside]
-
-
 def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
     """What is named by a function and by what it calls of the user's.
 
@@ -82,7 +72,7 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
 
     def look_into(value: Any) -> None:
         for part in _parts(value, looked_into):
-            if isinstance(part, (FunctionType, MethodType, functools.partial)):
+            if isinstance(part, (FunctionType, MethodType, partial)):
                 inner, _ = _unwrapped(part)
                 if inner is not None and _is_users(inner):
                     waiting.append(part)
@@ -121,19 +111,18 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
         yield part
         if depth == _DEPTH or len(waiting) > _MOST_PARTS:
             continue
-        contents = entries_of(part)
+        contents = contents_of(part)
         if contents is not None:
             inside = contents.values()
-        elif isinstance(part, (list, tuple, set, frozenset, deque)):
+        elif isinstance(part, (set, frozenset)):
             inside = part
         elif isinstance(part, nn.Module):
-            own = vars(part)
-            hooks = (hook for kind in _HOOKS for hook in own[kind].values())
-            inside = (*(own[key] for key in own.keys() - OF_TORCH), *hooks)
+            hooks = (hook for kind in _HOOKS for hook in vars(part)[kind].values())
+            inside = (*own_attributes(part).values(), *hooks)
         elif isinstance(part, FunctionType):
             inside = (vars(part),)
-        elif may_be_a_models(type(part)):
-            inside = _own_attributes(part).values()
+        elif is_looked_into(part):
+            inside = own_attributes(part).values()
         else:  # operators of the user hold functions that run later, on the host
             continue
         waiting += ((one, depth + 1) for one in inside)
@@ -154,7 +143,7 @@ def _unwrapped(function: Any) -> tuple[FunctionType | None, list[tuple[str, Any]
     """The function in methods and partials, and what it is bound to, with names."""
     bound: list[tuple[str, Any]] = []
     while not isinstance(function, FunctionType):
-        if isinstance(function, functools.partial):
+        if isinstance(function, partial):
             bound += [(f"argument {place}", value) for place, value in enumerate(function.args)]
             bound += function.keywords.items()
         elif getattr(function, "__self__", None) is not None:
@@ -169,7 +158,7 @@ def _unwrapped(function: Any) -> tuple[FunctionType | None, list[tuple[str, Any]
 
 
 def _is_followed(value: Any, caller: FunctionType) -> bool:
-    if not isinstance(value, (FunctionType, MethodType, functools.partial)):
+    if not isinstance(value, (FunctionType, MethodType, partial)):
         return False
     inner, _ = _unwrapped(value)
     if inner is None:
@@ -279,25 +268,17 @@ def _of_owner(owner: Place, attribute: str) -> Place | None:
     value = getattr(held, attribute, _MISSING)
     if value is _MISSING:
         return None
-    get = functools.partial(getattr, held, attribute, None)
+    get = partial(getattr, held, attribute, None)
     is_computed = isinstance(getattr(type(held), attribute, None), property)
-    put = None if is_computed else functools.partial(setattr, held, attribute)
+    put = None if is_computed else partial(setattr, held, attribute)
     return Place(f"{owner.name}.{attribute}", value, get, put)
 
 
-def _of_table(name: str, table: dict[str, Any]) -> list[Place]:
-    return [_of_key(f"{name}.{key}", table, key) for key in table]
-
-
-def _attributes(name: str, value: Any) -> list[Place]:
-    """The attributes of an object whose class is not one of Python's."""
-    return _of_table(name, _own_attributes(value))
-
-
-def _own_attributes(value: Any) -> dict[str, Any]:
-    own = getattr(value, "__dict__", None)
-    is_other = isinstance(value, (type, ModuleType, FunctionType, nn.Module, torch.Tensor))
-    is_pythons = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
-    if type(own) is not dict or is_other or (is_pythons and type(value).__module__ != "__main__"):
-        return {}
-    return cast(dict[str, Any], own)
+def places_in(held: Iterable[Held]) -> list[Place]:
+    """The attributes of modules, and of other objects that are looked into."""
+    return [
+        Place(f"{one.name}.{key}", value, partial(one.get, key), partial(one.put, key))
+        for one in held
+        if isinstance(one.value, nn.Module) or is_looked_into(one.value)
+        for key, value in own_attributes(one.value).items()
+    ]

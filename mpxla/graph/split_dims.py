@@ -17,9 +17,8 @@ Where an operator is not known here, the dim is not followed any more, and nothi
 This module must not know modules or ranks of the job.
 """
 
-import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +26,18 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, VARY
-from mpxla.graph.operand_dims import Combined, combined, dims_along
+from mpxla.graph.operand_dims import (
+    MOVING,
+    PIECES,
+    Combined,
+    combined,
+    dims_along,
+    moved_dims,
+    view_groups,
+)
 from mpxla.graph.partial_sums import CURVED_ALONG_DIMS, PartialSums
-from mpxla.graph.positions import TRANSPOSED, dims_with_positions, is_uniform, permutation
-from mpxla.graph.stepgraph import CASTS, VIEWS, InputKind, StepGraph, describe
+from mpxla.graph.positions import dims_with_positions, is_uniform
+from mpxla.graph.stepgraph import VIEWS, InputKind, StepGraph, describe
 from mpxla.graph.typed import input_of, named_arguments, target_of
 
 __all__ = ["check_split_dims"]
@@ -45,7 +52,6 @@ class _Along(NamedTuple):
     blocks: int
 
 
-_SAME = (*CASTS, _aten.detach.default, _aten.dropout.default)
 _ALONG_DIMS = (
     *CURVED_ALONG_DIMS,
     *(_aten.cumsum.default, _aten.cumprod.default, _aten.flip.default, _aten.roll.default),
@@ -57,10 +63,6 @@ _REDUCTIONS = frozenset(
         *("mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "norm"),
         *("linalg_vector_norm", "logsumexp", "std", "var", "any", "all", "median", "var_mean"),
     )
-)
-_PIECES = (
-    *(_aten.slice.Tensor, _aten.narrow.default, _aten.select.int, _aten.unbind.int),
-    *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, _aten.split.sizes),
 )
 
 
@@ -188,36 +190,15 @@ def _viewed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
     place = len(before) + along.dim
     if before[place] == 1 or along.blocks > 1:
         return along if before[along.dim :] == after[along.dim :] else None
-    start, end = 0, 0
-    while start < len(before):
-        olds, news = [start], [end]
-        while _size(before, olds) != _size(after, news) and max(olds[-1], news[-1]) < 64:
-            grown = olds if _size(before, olds) < _size(after, news) else news
-            grown.append(grown[-1] + 1)
-        if place in olds:
-            is_first = all(before[i] == 1 for i in olds if i < place)
-            has_ones = len(news) > 1 and any(after[i] == 1 for i in news if i < len(after))
-            is_known = is_first and not has_ones and news[0] < len(after)
-            return _Along(news[0] - len(after), 1) if is_known else None
-        start, end = olds[-1] + 1, news[-1] + 1
-    return None
+    olds, news = next(group for group in view_groups(before, after) if place in group[0])
+    is_first = all(before[i] == 1 for i in olds if i < place)
+    has_ones = len(news) > 1 and any(after[i] == 1 for i in news)
+    return _Along(news[0] - len(after), 1) if news and is_first and not has_ones else None
 
 
-def _size(shape: Sequence[int], dims: Sequence[int]) -> int:
-    return math.prod(shape[dim] for dim in dims if dim < len(shape))
-
-
-def _transposed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
-    count = source.meta["val"].dim()
-    if count < 2:
-        return along
-    return _Along(permutation(node).index(count + along.dim) - count, along.blocks)
-
-
-def _unsqueezed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
-    count = source.meta["val"].dim()
-    is_right = named_arguments(node)["dim"] % (count + 1) > count + along.dim
-    return _Along(along.dim - is_right, along.blocks)
+def _moved(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
+    order = moved_dims(node)
+    return _Along(order.index(source.meta["val"].dim() + along.dim) - len(order), along.blocks)
 
 
 def _along_dims(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
@@ -269,12 +250,11 @@ def _item(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
 
 
 _RULES: Mapping[Any, Callable[[fx.Node, fx.Node, _Along], _Along | None]] = {
-    **dict.fromkeys(_SAME, lambda node, source, along: along),
+    _aten.dropout.default: lambda node, source, along: along,
     **dict.fromkeys((_aten.expand.default, _aten.repeat_interleave.self_int), _repeated),
     **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(_ALONG_DIMS, _along_dims),
-    **dict.fromkeys(_PIECES, _piece),
-    **dict.fromkeys(TRANSPOSED, _transposed),
-    _aten.unsqueeze.default: _unsqueezed,
+    **dict.fromkeys(PIECES, _piece),
+    **dict.fromkeys(MOVING, _moved),
     operator.getitem: _item,
 }

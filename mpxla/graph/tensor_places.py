@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.graph.user_code import AgainError
+
 __all__ = ["Attribute", "HeldTensor", "NewAttributesError", "attributes_of"]
 
 
@@ -100,12 +102,17 @@ class Attribute(HeldTensor):
         setattr(self.owner, self.name, copy)
 
 
-class NewAttributesError(Exception):
+class NewAttributesError(AgainError):
     """A step function gives parameters attributes that are copies of them."""
 
     def __init__(self, attributes: list[Attribute]):
         super().__init__(", ".join(attribute.key for attribute in attributes))
-        self.attributes = attributes
+        self._attributes = attributes
+
+    def prepare(self) -> None:
+        """Gives them these."""
+        for attribute in self._attributes:
+            attribute.start()
 
 
 def attributes_of(module: nn.Module) -> Iterator[Attribute]:

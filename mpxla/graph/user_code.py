@@ -7,9 +7,9 @@ import contextlib
 import re
 import sys
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx, nn
 from torch.fx import proxy
@@ -19,6 +19,7 @@ from mpxla.graph.exchanged import exchanged
 from mpxla.user_lines import is_model_code, line_in
 
 __all__ = [
+    "AgainError",
     "UndecidedError",
     "ValueNeededError",
     "at_user_line",
@@ -26,9 +27,11 @@ __all__ = [
     "is_called_by_user",
     "line_of",
     "needs_value",
+    "until_captured",
     "user_lines_recorded",
 ]
 
+T = TypeVar("T")
 _NARROW = ("BFloat16", "bfloat16", "Half", "float16")
 """What errors of torch call 16-bit types."""
 _NEED_VALUES = (
@@ -46,6 +49,26 @@ class UndecidedError(CaptureError):
 
 class ValueNeededError(CaptureError):
     """Python needs the value of a tensor; with the values of inputs there may be an answer."""
+
+
+class AgainError(BaseException):
+    """A step is to be captured once more, when something has been prepared.
+
+    It passes what catches the errors of users' code.
+    """
+
+    def prepare(self) -> None:
+        """Does what the next capture needs."""
+        raise NotImplementedError
+
+
+def until_captured(capture: Callable[[], T]) -> T:
+    """What a capture gives that may raise `AgainError`."""
+    while True:
+        try:
+            return capture()
+        except AgainError as error:
+            error.prepare()
 
 
 def needs_value(error: Exception) -> bool:

@@ -24,7 +24,6 @@ from mpxla.graph.capture_attributes import (
     outside_values,
     without_counted,
 )
-from mpxla.graph.capture_flags import ThawedError
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
@@ -34,13 +33,13 @@ from mpxla.graph.capture_sources import (
 from mpxla.graph.carried import settle
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
+from mpxla.graph.held_objects import held_objects
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
 from mpxla.graph.plain import Read
 from mpxla.graph.python_state import Attempt, PythonState, restore
-from mpxla.graph.reach import outside, places
+from mpxla.graph.reach import outside, places_in
 from mpxla.graph.recorded import Recording
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.tensor_places import NewAttributesError
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
@@ -178,37 +177,23 @@ class Tracing:
             asked, values = replace(signature, counts=counting.counts), known
             if values is not None:
                 values = replace(values, values=(*values.values, *counting.values))
-            try:
-                step = capture_step(
-                    partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
-                    model,
-                    asked.tensor_leaves,
-                    names,
-                    values,
-                    self.graphs,
-                    signature.answers,
-                    counting.left,
-                    frozenset(thawed),
-                )
-                used = {role.name for node, role in step.roles.items() if node.users}
-                is_same = step.follows_from_itself
-                settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))
-                return step
-            except NewAttributesError as error:
-                for found in error.attributes:
-                    found.start()
-            return capture(counting, stand_ins, notes)
+            step = capture_step(
+                partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
+                model,
+                asked.tensor_leaves,
+                names,
+                values,
+                self.graphs,
+                signature.answers,
+                counting.left,
+                thawed,
+            )
+            used = {role.name for node, role in step.roles.items() if node.users}
+            is_same = step.follows_from_itself
+            settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))
+            return step
 
         def attempt(counting: Counting, records: Mapping[str, RecordRead] = {}) -> Attempt:
-            num_before = len(self.state.contents)
-            while True:
-                try:
-                    return attempt_once(counting, records)
-                except ThawedError as error:  # attributes are restored
-                    thawed.update(error.names)
-                    self.state.refill(num_before)
-
-        def attempt_once(counting: Counting, records: Mapping[str, RecordRead]) -> Attempt:
             if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             found, counted = outside(function, model), counting.names | records.keys()
@@ -216,9 +201,10 @@ class Tracing:
             reads = [without_counted(read, counted) for read in values]
             for read in reads:
                 note_content(read.now(), self.state.contents)
-            reached = places(found, model)
-            objects = [*((place.name, place.value, place.get) for place in found.places), *own]
-            contents, held = self.state.contents, self.state.held
+            named = ((place.name, place.value, place.get) for place in found.places)
+            roots = [("model", model, lambda: model), *named, *own]
+            held, contents = held_objects(roots, self.state.held), self.state.contents
+            reached = [*found.places, *places_in(held.values())]
             stand_ins, computed = StandIns(records), dict[str, RecordRead]()
             by_inputs: dict[str, RecordRead] = {}
 
@@ -237,7 +223,7 @@ class Tracing:
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(reached),
                 random_numbers_noted(reached, draws),
-                attributes_noted(model, objects, found.names, counted, contents, held) as log,
+                attributes_noted(held, found.names, counted, contents) as log,
             ):
                 try:
                     step = capture(counting, stand_ins, notes)

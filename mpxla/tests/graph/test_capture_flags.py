@@ -15,8 +15,8 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph import capture
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
-from mpxla.graph.capture_flags import with_thawed_if_needed
 from mpxla.graph.stepgraph import LeftFlag, OutputKind
+from mpxla.graph.user_code import until_captured
 from mpxla.kept import open_kept
 from mpxla.runtime.state import ModelState
 from mpxla.runtime.ways import problem_of_flags
@@ -270,10 +270,8 @@ def captured(model, function, kept=None):
     def run(leaves):
         function(model, *leaves, current_recorder().backward)
 
-    names = ModelState(model).canonical_names
-    return with_thawed_if_needed(
-        lambda thawed: capture_step(run, model, LEAVES, names, kept=kept, thawed=thawed)
-    )
+    names, thawed = ModelState(model).canonical_names, set()
+    return until_captured(lambda: capture_step(run, model, LEAVES, names, kept=kept, thawed=thawed))
 
 
 def flags_of(model):

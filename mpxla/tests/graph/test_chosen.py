@@ -198,6 +198,7 @@ def shapes(m, h, y):
         + v.unsqueeze(1).expand(-1, 3, -1).sin().mean()
         + v.t().square().sum(0).mean()
         + v.flatten().exp().mean()
+        + v.sum(1).view(-1, 1).mul(v).sin().sum()
         + v.flatten().unflatten(0, (-1, 8)).cos().sum()
         + torch.stack([v, v * 2], 1).reshape(-1, 8).square().mean()
         + torch.cat([v, v.tanh(), h[0]]).square().mean()
