@@ -146,7 +146,10 @@ class Outbox:
 
     def _may_send_at_once(self, tensors: Sequence[torch.Tensor]) -> bool:
         is_idle = not (self._is_busy or self._waiting or self._broken)
-        return is_idle and all(map(self._is_ready, tensors))
+        try:
+            return is_idle and all(map(self._is_ready, tensors))
+        except Exception:  # where they are computed it is told to all ranks
+            return False
 
     def _run(self) -> None:
         try:

@@ -86,6 +86,10 @@ def init_with_the_users_group(missing):
     except PeerFailure as error:
         return str(error)
     finally:
+        if rank == missing:  # it may have made the group before the other is connected
+            store.wait(["done"])
+        else:
+            store.set("done", "")
         dist.destroy_process_group()
 
 

@@ -257,7 +257,7 @@ def test_a_forked_child_closes_nothing_of_its_parents():
     assert run_host(fork_a_child_that_ends, 2) == [2.0, 2.0]
 
 
-def fail_before_sending(transport):
+def fail_before_sending(transport, is_connected):
     class Broken(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -266,13 +266,17 @@ def fail_before_sending(transport):
             raise RuntimeError("device lost")
 
     if transport.rank == 1:
+        if is_connected:
+            transport.send([torch.ones(2)], 0, "first").result()
+            time.sleep(0.2)  # so that the thread that sends is idle
         transport.send([torch.ones(2).as_subclass(Broken)], 0, "forward")
         time.sleep(1000)
     transport.recv([torch.ones(2)], 1, "forward").result()
 
 
-def test_tensor_that_cannot_be_computed_fails_all_ranks():
-    results = run_host_unpooled(fail_before_sending, 2, grace_s=1.0)
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_tensor_that_cannot_be_computed_fails_all_ranks(is_connected):
+    results = run_host_unpooled(fail_before_sending, 2, is_connected, grace_s=1.0)
     assert [result.exit_code for result in results] == [1, 1]
     assert abs(results[0].duration_s - results[1].duration_s) < SOON_S
     for result in results:
