@@ -2,36 +2,84 @@
 
 Torch's own code runs, on plain tensors in the place of those that it wraps, so that it comes to
 `torch.autograd.grad`, which `gradients.py` captures. A product with tangents is the derivative of
-the one with cotangents, which is linear in them. Columns are computed one after the other.
+the one with cotangents, which is linear in them. Columns are computed one after the other, and so
+are the rows of a `torch.vmap` with a derivative inside, as the gradients of every sample have one.
 """
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch import eager_transforms
+from torch._functorch import vmap as vmap_module
 from torch.autograd import forward_ad
 
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
 
 __all__ = ["transforms_captured"]
 
 _torchs: Any = eager_transforms
+_torchs_vmap: Any = vmap_module
+_levels: Callable[[], Any] = peek_interpreter_stack
+
+
+class _InsideOfVmapError(CaptureError):
+    """A derivative inside of `torch.vmap`, whose rows are to be computed one after the other."""
 
 
 def _leaf(tensor: Any) -> Any:
-    if is_functorch_wrapped_tensor(tensor):
-        raise CaptureError(
-            f"A derivative of torch.func is taken inside of torch.vmap in a step function"
-            f"{at_user_line()}, which a captured step cannot follow. Take one after the other: "
-            f"torch.stack([grad(f)(row) for row in x])."
+    if _levels() is not None:  # of torch.func; derivatives have no level here
+        raise _InsideOfVmapError(
+            f"A derivative of torch.func is taken inside of torch.vmap with randomness='same' in a "
+            f"step function{at_user_line()}, which a captured step cannot follow. Take one after "
+            f"the other: torch.stack([grad(f)(row) for row in x])."
         )
     return tensor.requires_grad_()
+
+
+def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.vmap` with flat arguments, row by row where it has a derivative inside."""
+
+    def call(
+        function: Callable[..., Any],
+        num_rows: int,
+        in_dims: Sequence[int | None],
+        given: Sequence[Any],
+        structure: pytree.TreeSpec,
+        out_dims: Any,
+        randomness: str,
+        **kwargs: Any,
+    ) -> Any:
+        try:
+            mapped = num_rows, in_dims, given, structure, out_dims, randomness
+            return original(function, *mapped, **kwargs)
+        except _InsideOfVmapError:
+            if randomness == "same":
+                raise
+        line = at_user_line()
+        warn_once(
+            f"vmap{line}",
+            f"a derivative is taken inside of torch.vmap{line}: the {num_rows} rows are captured "
+            f"and computed one after the other.",
+        )
+        results: list[Any] = []
+        for i in range(num_rows):
+            row = [v if d is None else v.select(d, i) for v, d in zip(given, in_dims, strict=True)]
+            results.append(function(*pytree.tree_unflatten(row, structure), **kwargs))
+        spec = pytree.tree_structure(results[0])
+        if isinstance(results[0], torch.Tensor) and isinstance(out_dims, tuple):
+            (out_dims,) = out_dims
+        dims: Any = _torchs_vmap._broadcast_to_and_flatten(out_dims, spec)
+        of_all = zip(dims, *map(pytree.tree_leaves, results), strict=True)
+        return pytree.tree_unflatten([torch.stack(found, dim) for dim, *found in of_all], spec)
+
+    return call
 
 
 def _pushed(
@@ -97,6 +145,7 @@ def transforms_captured() -> Generator[None]:
             _jvp_with_argnums=_pushed,
             vmap=_in_turn,
         ),
+        exchanged(vmap_module, _flat_vmap=_by_rows(_torchs_vmap._flat_vmap)),
         exchanged(forward_ad, enter_dual_level=refuse),
     ):
         yield

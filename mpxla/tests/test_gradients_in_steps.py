@@ -193,6 +193,28 @@ def of_torch_func(model, x):
     return total + loss({name: p - 0.1 * fast[name] for name, p in parameters.items()})
 
 
+def of_samples(model, x):
+    """Gradients of every sample, clipped by their norms, and second derivatives at every point."""
+    parameters = dict(model.named_parameters())
+
+    def loss(given, row, scale):
+        result = torch.func.functional_call(model, given, (row[None],))
+        return (result * scale).square().mean(), {"row": row * scale}
+
+    of_each = torch.vmap(torch.func.grad(loss, has_aux=True), in_dims=(None, 0, None))
+    gradients, aux = of_each(parameters, x, 0.5)
+    norms = sum(g.flatten(1).square().sum(1) for g in gradients.values()).sqrt()
+    clipped = [torch.einsum("b,b...->...", 1 / (1 + norms), g) for g in gradients.values()]
+
+    def curvature(point, factor=1.0):
+        return torch.func.hessian(lambda v: model(v[None]).sum())(point).diagonal() * factor
+
+    curved = torch.vmap(curvature, in_dims=1, out_dims=1, chunk_size=3)(x.T, factor=2.0)
+    both = torch.vmap(torch.vmap(torch.func.grad(lambda v: v.exp() * v)), out_dims=(-1,))(x)
+    total = sum(found.square().sum() for found in clipped) + aux["row"].sum() * 0.1
+    return total + (curved * torch.arange(4.0)[:, None]).square().mean() + (both * x).mean()
+
+
 def in_rows(model, x):
     x.requires_grad_()
     rows = torch.eye(4).unsqueeze(-1)
@@ -211,6 +233,7 @@ def frozen_in_between(model, x):
 
 CASES = {
     "torch_func": (Smooth, of_torch_func),
+    "samples": (Smooth, of_samples),
     "rows": (Net, in_rows),
     "penalized": (Net, penalized),
     "slopes": (Net, slopes_alone),
@@ -370,7 +393,8 @@ def refused():
     model = smp.DistributedModel(nn.Linear(4, 1))
 
     def mapped(model, x):
-        return torch.vmap(torch.func.grad(lambda v: model(v).sum()))(x)
+        slopes = torch.func.grad(lambda v: model(v).sum())
+        return torch.vmap(slopes, randomness="same")(x)
 
     def forward_mode(model, x):
         return torch.func.linearize(model, x)[1](x)
