@@ -43,6 +43,28 @@ def _leaf(tensor: Any) -> Any:
     return tensor.requires_grad_()
 
 
+def _in_turn(
+    function: Callable[..., Any],
+    num_rows: int,
+    in_dims: Sequence[int | None],
+    given: Sequence[Any],
+    structure: pytree.TreeSpec,
+    out_dims: Any,
+    **kwargs: Any,
+) -> Any:
+    """What `torch.vmap` returns for flat arguments, of one row after the other."""
+    results: list[Any] = []
+    for i in range(num_rows):
+        row = [v if d is None else v.select(d, i) for v, d in zip(given, in_dims, strict=True)]
+        results.append(function(*pytree.tree_unflatten(row, structure), **kwargs))
+    spec = pytree.tree_structure(results[0])
+    if isinstance(results[0], torch.Tensor) and isinstance(out_dims, tuple):
+        (out_dims,) = out_dims
+    dims: Any = _torchs_vmap._broadcast_to_and_flatten(out_dims, spec)
+    of_all = zip(dims, *map(pytree.tree_leaves, results), strict=True)
+    return pytree.tree_unflatten([torch.stack(found, dim) for dim, *found in of_all], spec)
+
+
 def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.vmap` with flat arguments, row by row where it has a derivative inside."""
 
@@ -68,16 +90,7 @@ def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             f"a derivative is taken inside of torch.vmap{line}: the {num_rows} rows are captured "
             f"and computed one after the other.",
         )
-        results: list[Any] = []
-        for i in range(num_rows):
-            row = [v if d is None else v.select(d, i) for v, d in zip(given, in_dims, strict=True)]
-            results.append(function(*pytree.tree_unflatten(row, structure), **kwargs))
-        spec = pytree.tree_structure(results[0])
-        if isinstance(results[0], torch.Tensor) and isinstance(out_dims, tuple):
-            (out_dims,) = out_dims
-        dims: Any = _torchs_vmap._broadcast_to_and_flatten(out_dims, spec)
-        of_all = zip(dims, *map(pytree.tree_leaves, results), strict=True)
-        return pytree.tree_unflatten([torch.stack(found, dim) for dim, *found in of_all], spec)
+        return _in_turn(function, num_rows, in_dims, given, structure, out_dims, **kwargs)
 
     return call
 
@@ -104,16 +117,12 @@ def _pushed(
     return output, pytree.tree_unflatten(pushed, structure), *aux
 
 
-def _in_turn(function: Callable[[Any], Any], **_: Any) -> Callable[[Any], Any]:
+def _columns(function: Callable[[Any], Any], **_: Any) -> Callable[[Any], Any]:
     """In the place of `vmap` where torch calls it for the columns of a derivative."""
 
-    def call(tree: Any) -> Any:
-        stacked, structure = pytree.tree_flatten(tree)
-        each = [
-            function(pytree.tree_unflatten(list(row), structure))
-            for row in zip(*stacked, strict=True)
-        ]
-        return pytree.tree_map(lambda *found: torch.stack(found), *each)
+    def call(*trees: Any) -> Any:
+        stacked, structure = pytree.tree_flatten(trees)
+        return _in_turn(function, len(stacked[0]), [0] * len(stacked), stacked, structure, 0)
 
     return call
 
@@ -143,7 +152,7 @@ def transforms_captured() -> Generator[None]:
             _create_differentiable=mapped(_leaf),
             _undo_create_differentiable=lambda tree, level=None: tree,
             _jvp_with_argnums=_pushed,
-            vmap=_in_turn,
+            vmap=_columns,
         ),
         exchanged(vmap_module, _flat_vmap=_by_rows(_torchs_vmap._flat_vmap)),
         exchanged(forward_ad, enter_dual_level=refuse),

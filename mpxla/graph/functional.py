@@ -32,7 +32,7 @@ from mpxla.graph.casts import active_autocast
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.fingerprint import layouts
 from mpxla.graph.normalize import has_writes
-from mpxla.graph.typed import arguments_of, input_of, origin_of, outputs_of, schema_of, target_of
+from mpxla.graph.typed import arguments_of, input_of, origin_of, outputs_of, result_of, schema_of
 
 __all__ = ["functionalize"]
 
@@ -49,7 +49,7 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
         The program without writes into tensors, except as outputs of its signature.
     """
     # In a region of the caller's, torch casts arguments while the program runs again.
-    if not active_autocast() and _replace_undecided(program.graph_module, {}):
+    if not active_autocast() and _replace_undecided(program.graph_module):
         return program
     _read_tied_once(program)
     found = _composites(program.graph_module)
@@ -58,7 +58,7 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
         return program.run_decompositions({})
 
 
-def _replace_undecided(module: fx.GraphModule, made: dict[Any, fx.Graph]) -> bool:
+def _replace_undecided(module: fx.GraphModule) -> bool:
     """Replaces operators that may share memory, or write to it; False if that takes more."""
     if not _is_plain(module):
         return False
@@ -67,6 +67,7 @@ def _replace_undecided(module: fx.GraphModule, made: dict[Any, fx.Graph]) -> boo
     calls = [node for node in graph.nodes if node.op == "call_function"]
     written = [n for n in calls if _is_mutable(n)]
     undecided = [n for n in calls if _is_undecided(n.target)]
+    made: dict[Any, fx.Graph] = {}
     found = [(node, _made_of(node, made)) for node in undecided]
     if any(has_writes(parts) or _writes_inputs(parts) for _, parts in found):
         return False
@@ -174,8 +175,7 @@ def _made_of(node: fx.Node, made: dict[Any, fx.Graph]) -> fx.Graph:
     if key not in made:
 
         def run(*values: torch.Tensor) -> list[Any]:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[places[n]])
-            return [target_of(node)(*args, **kwargs), *values]
+            return [result_of(node, dict(zip(inputs, values, strict=True))), *values]
 
         # By torch's Python decompositions, as elsewhere: a dropout is one operator, not three.
         with torch.no_grad(), enable_python_dispatcher():

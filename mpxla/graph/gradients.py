@@ -31,7 +31,14 @@ from mpxla.graph.normalize import free_layouts, has_writes
 from mpxla.graph.recurrent import LAYER, unrolled
 from mpxla.graph.split import ancestors
 from mpxla.graph.stepgraph import describe, is_random
-from mpxla.graph.typed import arguments_of, input_of, origin_of, outputs_of, target_of
+from mpxla.graph.typed import (
+    arguments_of,
+    input_of,
+    origin_of,
+    outputs_of,
+    result_of,
+    target_of,
+)
 from mpxla.graph.user_code import line_of
 
 __all__ = [
@@ -249,9 +256,7 @@ def _open_random(graph: fx.Graph, node: fx.Node) -> None:
     inputs = node.all_input_nodes
 
     def run(*values: Any) -> list[Any]:
-        env = dict(zip(inputs, values, strict=True))
-        args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
-        return [target_of(node)(*args, **kwargs)]
+        return [result_of(node, dict(zip(inputs, values, strict=True)))]
 
     traced = _traced(run, inputs, 0, node)
     if not any(is_random(n) for n in traced.nodes):

@@ -4,6 +4,7 @@ To torch, an argument of a node may be almost anything, and what a node calls an
 In a graph of ATen operators the schema of the operator says more than that, which no type can.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "named_arguments",
     "origin_of",
     "outputs_of",
+    "result_of",
     "schema_of",
     "symbolic_numbers",
     "target_of",
@@ -95,3 +97,9 @@ def symbolic_numbers(node: fx.Node) -> list[Any]:
 def target_of(node: fx.Node) -> Any:
     """The operator or function that a node calls."""
     return node.target
+
+
+def result_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What a node gives for values of its inputs."""
+    args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda n: values[n]))
+    return target_of(node)(*args, **kwargs)
