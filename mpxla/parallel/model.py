@@ -41,6 +41,7 @@ from mpxla.parallel.grad_scaler import see_all_overflows
 from mpxla.parallel.models import cut_report, models_of
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
+from mpxla.parallel.scripted import without_scripts
 from mpxla.parallel.sharded import (
     check_whole,
     refuse_shared_parts,
@@ -51,7 +52,7 @@ from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.whole import save_whole, whole_copy
-from mpxla.parallel.wrappable import check_module, check_options, without_scripts
+from mpxla.parallel.wrappable import check_module, check_options
 from mpxla.runtime.state import load_into
 from mpxla.runtime.states import Member
 from mpxla.session import current

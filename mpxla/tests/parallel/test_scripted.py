@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpxla as smp
-from mpxla.parallel.wrappable import without_scripts
+from mpxla.parallel.scripted import without_scripts
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
