@@ -44,6 +44,7 @@ from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_writes import HiddenWrites
 from mpxla.graph.carried import carried_of
+from mpxla.graph.control_flow import CONTROL_FLOW
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor
@@ -116,11 +117,9 @@ class StepSemantics(TorchFunctionMode):
                 f"{func.__name__} is a collective inside a step function{at_user_line()}. "
                 f"{COLLECTIVES_OUTSIDE}"
             )
-        if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
-            raise CaptureError(
-                f"torch's operator {func.name()!r} was called in a step function{at_user_line()}; "
-                f"compiled stages have no control flow. {_CONTROL_FLOW[func.name()]}"
-            )
+        if isinstance(func, HigherOrderOperator) and func.name() in CONTROL_FLOW:
+            with self:
+                return CONTROL_FLOW[func.name()](*args, **kwargs)
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
         refuse_gradients(func)
@@ -232,11 +231,6 @@ _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _flag: Any = torch.Tensor.requires_grad
 _GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-_CONTROL_FLOW = {
-    "cond": "Compute both branches and choose with torch.where.",
-    "while_loop": "Write a Python loop with a fixed number of turns, and choose with torch.where.",
-    **dict.fromkeys(("scan", "map_impl"), "Write a Python loop, which is captured turn by turn."),
-}
 _VERDICTS: dict[Any, Any] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), torch.isclose),
