@@ -13,10 +13,13 @@ from typing import Any, cast
 
 import torch.utils.checkpoint as torch_checkpoint
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.regions import CHECKPOINTED, Checkpointed, Layers, Region, tag
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
 
 __all__ = ["checkpoints_noted", "inside", "run_checkpointed"]
 
@@ -48,9 +51,27 @@ def _name(function: Any) -> str:
 
 @contextlib.contextmanager
 def checkpoints_noted() -> Generator[None]:
-    """Notes the regions of torch's non-reentrant checkpoints and of marked modules."""
-    with _torchs_noted(), _modules_noted():
+    """Notes the regions of torch's non-reentrant checkpoints and of marked modules.
+
+    Hooks on what PyTorch saves for the backward are left out, with a warning.
+    """
+    with _torchs_noted(), _modules_noted(), _saved_hooks_left_out():
         yield
+
+
+def _saved_hooks_left_out() -> AbstractContextManager[None]:
+    """Leaves out what would pack and unpack tensors that stay inside of compiled programs."""
+
+    def enter(_: Any) -> None:
+        line = at_user_line()
+        warn_once(
+            f"saved {line}",
+            f"hooks on saved tensors (saved_tensors_hooks, save_on_cpu){line} are not called in a "
+            f"step function: backwards read values as the forward had them. To save memory, use "
+            f"offload_activations or activation checkpointing.",
+        )
+
+    return exchanged(saved_tensors_hooks, __enter__=enter, __exit__=lambda *_: None)
 
 
 def _torchs_noted() -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph as autograd_graph
 from torch.nn.modules import module as torch_modules
 
 from mpxla.errors import CaptureError
@@ -66,6 +67,8 @@ def hook_tensor(
             f"Register a hook of a parameter once, before the step call."
         )
     try:
+        if getattr(getattr(hook, "__code__", None), "co_filename", "") == autograd_graph.__file__:
+            raise _LooksError  # of register_multi_grad_hook; it asks the engine of autograd
         _hooked([tensor], (), lambda gradients, _: [_changed(hook, gradients[0])])
     except _LooksError:
         _tell_of_looks(f"a hook that was registered{line}")
@@ -264,10 +267,10 @@ def _tell_of_looks(what: str) -> None:
     """Says that a hook is left out; it has no part in what is computed."""
     warn_once(
         f"hook {what}{at_user_line()}",
-        f"{what} changes no gradient. It was called once, with placeholders, while the step "
-        f"function was captured, and is not called when it runs: such gradients stay inside of "
-        f"compiled programs. To see one, return torch.autograd.grad(loss, x, retain_graph=True) "
-        f"from the step function.",
+        f"{what} changes no gradient. It is not called when the step runs, at most once with "
+        f"placeholders while it is captured: such gradients stay inside of compiled programs. "
+        f"To see one, return torch.autograd.grad(loss, x, retain_graph=True) from the step "
+        f"function.",
     )
 
 

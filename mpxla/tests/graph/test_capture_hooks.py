@@ -1,6 +1,7 @@
 """What a step function must not do besides computing, because the captured graph would lose it."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
+from mpxla import log
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import TensorLeaf, current_recorder
 from mpxla.graph.capture_modes import torchs_recurrences
 from mpxla.runtime.state import ModelState
+from mpxla.tests.clients import logged
 from mpxla.tests.graph.test_capture import capture, run
 
 pytestmark = pytest.mark.unit
@@ -245,3 +248,44 @@ def test_recurrent_layers_compute_with_their_parameters(kind):
     with torchs_recurrences():
         assert model(x.to("meta"))[0].device.type == "meta"
     assert [id(weight) for weight in model._flat_weights] == held
+
+
+def pack(tensor):
+    raise AssertionError("what a program saves stays inside of it")
+
+
+def differentiate_by_hooks(model, leaves):
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack), torch.autograd.graph.save_on_cpu():
+        return differentiate(model, leaves)
+
+
+def watch_gradients(mode):
+    def differentiate_watched(model, leaves):
+        outs = model(leaves[0]), model(2 * leaves[0])
+        torch.autograd.graph.register_multi_grad_hook(outs, pack, mode=mode)
+        loss = outs[0].mean() + outs[1].mean()
+        current_recorder().backward(loss)
+        return loss
+
+    return differentiate_watched
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (differentiate_by_hooks, r"hooks on saved tensors .* at .*hooks\.py:\d+: .*offload_activ"),
+        (watch_gradients("all"), r"hook .* at .*hooks\.py:\d+: .* changes no gradient"),
+        (watch_gradients("any"), r"hook .* at .*hooks\.py:\d+: .* changes no gradient"),
+    ],
+)
+def test_hooks_that_are_left_out_are_told_of(function, text, monkeypatch):
+    monkeypatch.setattr(log, "_warned", set())
+    model = nn.Linear(6, 1)
+    with logged() as lines:
+        capture(model, lambda leaves: function(model, leaves))
+    assert any(re.search(text, line) for line in lines), lines
+    with (
+        pytest.raises(AssertionError, match="stays inside"),
+        torch.autograd.graph.saved_tensors_hooks(pack, pack),
+    ):
+        model.weight.square()
