@@ -42,6 +42,7 @@ __all__ = [
     "note_content",
     "outside_values",
     "refusal",
+    "warn_changed",
     "without_counted",
 ]
 
@@ -49,6 +50,7 @@ _OF_MODULES = frozenset(dir(nn.Module))
 MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
+_EXCHANGED = (torch.Tensor, nn.Module)
 _FEW_ELEMENTS = 2**16
 """So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -242,7 +244,7 @@ class AttributeLog:
     def warn(self, names: Iterable[str]) -> None:
         """Tells the user that something does not change with every step."""
         for name in names:
-            _warn(name, self.line(name))
+            warn_changed(name, self.line(name))
 
     @property
     def has_tensors(self) -> bool:
@@ -352,7 +354,8 @@ def refusal(name: str, line: str) -> CaptureError:
     )
 
 
-def _warn(name: str, line: str) -> None:
+def warn_changed(name: str, line: str = "") -> None:
+    """Tells the user of what a step changes once for each program."""
     warn_once(
         f"changed attribute {name}",
         f"the step function reads and changes {name}{line}. It is captured once per program, so "
@@ -450,19 +453,21 @@ def _is_known(name: str, value: Any) -> bool:
     return value is not UNKNOWN and value is not LARGE
 
 
-def kept(reads: Sequence[Read]) -> list[Read]:
-    """Those whose value the capture itself has not changed; a warning names the others.
+def kept(reads: Sequence[Read]) -> tuple[list[Read], list[Read]]:
+    """Those whose value the capture itself has not changed, and those that it has.
 
     What a step function counts or collects changes with every capture, and would ask for the next.
     Tensors are exchanged by the capture itself.
     """
-    changes = [read.change() for read in reads]
-    for read, found in zip(reads, changes, strict=True):
-        if found is None or found.before is MISSING:
-            continue
-        if not isinstance(found.before, (torch.Tensor, nn.Module)):
-            _warn(read.name, "")
-    return [read for read, found in zip(reads, changes, strict=True) if found is None]
+    unchanged: list[Read] = []
+    others: list[Read] = []
+    for read in reads:
+        found = read.change()
+        if found is None:
+            unchanged.append(read)
+        elif found.before is not MISSING and not isinstance(found.before, _EXCHANGED):
+            others.append(read)
+    return unchanged, others
 
 
 def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:

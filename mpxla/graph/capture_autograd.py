@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, overrides
+from torch import fx, nn, overrides
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -37,6 +37,14 @@ __all__ = ["DifferentiatesInsideError", "apply_captured"]
 
 class DifferentiatesInsideError(Exception):
     """A function calls autograd itself, as reversible networks do in their backward."""
+
+
+class _WritesError(Exception):
+    """The forward changes arguments in place, without `ctx.mark_dirty`: places among tensors."""
+
+    def __init__(self, places: list[int]):
+        super().__init__()
+        self.places = places
 
 
 class _Context(FunctionCtx):
@@ -71,12 +79,16 @@ class _Traced:
         self.has_gradient: list[bool] = []
         self._forward_names: set[str] = set()
         self.tensors = [leaves[i] for i in self._places]
+        self.changed: list[int] = []
         stand_ins = _stand_ins(self.tensors)
         try:
             module = self._trace(stand_ins, self._joint, is_composed=True)
         except DifferentiatesInsideError:
             module = self._trace(stand_ins, self._joint, is_composed=False)
-        if has_writes(module.graph):
+        except _WritesError as error:
+            self.changed = error.places
+            module = None
+        if module is None or has_writes(module.graph):
             functional = dispatch_functionalize(self._joint)
             module = self._trace(stand_ins, functional, is_composed=False)
         self.graph = module.graph
@@ -98,23 +110,30 @@ class _Traced:
 
     def _joint(self, *inputs: torch.Tensor) -> list[torch.Tensor | None]:
         leaves = list(self._leaves)
-        for place, value in zip(self._places, inputs, strict=True):
+        own = [v.clone() if i in self.changed else v for i, v in enumerate(inputs)]
+        for place, value in zip(self._places, own, strict=True):
             leaves[place] = value
         args = pytree.tree_unflatten(leaves, self._spec)
         needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in self._args)
         context = _Context(needs)
-        writes = [value._version for value in inputs]
+        writes = [value._version for value in own]
         self.results = _run_forward(self._function, context, args)
-        if context.dirty_tensors or writes != [value._version for value in inputs]:
+        changed = [i for i, v in enumerate(own) if v._version != writes[i]]
+        if context.dirty_tensors or any(isinstance(self.tensors[i], nn.Parameter) for i in changed):
             raise CaptureError(
                 f"The step function applies {self._function.__qualname__}, a "
                 f"torch.autograd.Function whose forward changes an argument in place"
                 f"{at_user_line()}, which an operator of a captured step cannot do. Change and "
                 f"return a copy: x = x.clone()."
             )
+        if changed and not self.changed:
+            raise _WritesError(changed)
         results = [r for r in _as_tuple(self.results) if isinstance(r, torch.Tensor)]
         fixed = {id(tensor) for tensor in context.non_differentiable}
         self.has_gradient = [r.is_floating_point() and id(r) not in fixed for r in results]
+        # What an argument then holds: later uses have the gradient of the argument, as in torch.
+        results += [own[i] for i in self.changed]
+        self.has_gradient += [self.tensors[i].requires_grad for i in self.changed]
         tracer = cast(Any, get_proxy_mode()).tracer
         self._forward_names = {node.name for node in tracer.graph.nodes}
         # Each is one node, which becomes an argument of the backward. The modes of mpxla, which do
@@ -133,7 +152,11 @@ class _Traced:
         # A backward runs without autocast, but for what `custom_bwd` does.
         torch.set_autocast_enabled("cpu", False)
         found = _as_tuple(self._function.backward(context, *gradients))
-        return [*results, *self._of_inputs(found, inputs)]
+        of_inputs = self._of_inputs(found, inputs)
+        for i, gradient in zip(self.changed, given[len(given) - len(self.changed) :], strict=True):
+            known = of_inputs[i]
+            of_inputs[i] = gradient if known is None or gradient is None else known + gradient
+        return [*results, *of_inputs]
 
     def _of_inputs(
         self, found: tuple[Any, ...], inputs: Sequence[torch.Tensor]
@@ -275,7 +298,12 @@ def apply_captured(
     operator = cast(Any, operator_of(traced.divided()))
     if is_kept:
         has_side_effect(operator)
-    found = iter(operator([*traced.tensors, *traced.outside]))
+    values = operator([*traced.tensors, *traced.outside])
+    for place, value in zip(
+        traced.changed, values[len(values) - len(traced.changed) :], strict=True
+    ):
+        traced.tensors[place].copy_(value)
+    found = iter(values)
     if isinstance(traced.results, torch.Tensor):
         return next(found)
     return tuple(next(found) if isinstance(r, torch.Tensor) else r for r in traced.results)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._export import non_strict_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +26,7 @@ from mpxla.log import warn_once
 __all__ = [
     "CAPTURED_FUNCTIONS",
     "cumulative_batch_norms",
+    "extremes_of_vectors",
     "nested_tensors_refused",
     "without_generator",
 ]
@@ -324,6 +326,21 @@ def cumulative_batch_norms() -> AbstractContextManager[None]:
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     return exchanged(kind, forward=forward)
+
+
+def extremes_of_vectors() -> AbstractContextManager[None]:
+    """`max(lengths)`, of Python: export's own takes two arguments only where one is a tensor."""
+    of_export = non_strict_utils._tensor_min_max  # pyright: ignore[reportPrivateUsage]
+
+    def extreme(*args: Any, **named: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.Tensor):
+            is_max, (values,) = named["tensor_callable"] is torch.maximum, args
+            if values.dim() == 1 and len(named) == 2:  # no `key`
+                return values.max() if is_max else values.min()
+            args = (values.unbind(),)
+        return of_export(*args, **named)
+
+    return exchanged(non_strict_utils, _tensor_min_max=extreme)
 
 
 def nested_tensors_refused() -> AbstractContextManager[None]:

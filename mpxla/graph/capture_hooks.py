@@ -10,7 +10,6 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -84,9 +83,10 @@ def optimizers_refused() -> Generator[None]:
         handle.remove()
 
 
+@contextlib.contextmanager
 def own_backwards_captured(
     read: Callable[[Any], Any], reentrant: Callable[[Callable[[], Any]], Any]
-) -> AbstractContextManager[None]:
+) -> Generator[None]:
     """Captures every `torch.autograd.Function` whose backward would count.
 
     A reentrant checkpoint is such a function as well: its body is a checkpointed region. Others of
@@ -98,8 +98,10 @@ def own_backwards_captured(
     """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
+    # Its apply calls that of its base, also one that a module has bound before: `f = F.apply`.
+    base: Any = function.__mro__[1]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = read((args, kwargs))
         if cls is CheckpointFunction:
             body, _, *inputs = args
@@ -108,9 +110,19 @@ def own_backwards_captured(
         counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if counts and not cls.__module__.startswith(("torch.", "mpxla.graph.")):
             return apply_captured(cls, args, kwargs)
-        return original.__get__(None, cls)(*args, **kwargs)
+        return own(*args, **kwargs)
 
-    return exchanged(function, apply=classmethod(apply))
+    def of_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, original.__get__(None, cls), args, kwargs)
+
+    def of_base(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, super(base, cls).apply, args, kwargs)
+
+    with (
+        exchanged(function, apply=classmethod(of_function)),
+        exchanged(base, apply=classmethod(of_base)),
+    ):
+        yield
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:

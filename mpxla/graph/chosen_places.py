@@ -274,6 +274,18 @@ def _scattered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return node, dims
 
 
+def _written_at(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`x[..., 0] = y` and `x[..., 1:] = y`: along a dim whose rows all count."""
+    value, new = arguments_of(node)[:2]
+    dims, dim = walk.dims_of(value), named_arguments(node)["dim"] % node.meta["val"].dim()
+    is_slice = target_of(node) is _aten.slice_scatter.default
+    if dims[dim] is not None or walk.dims_of(new) != (
+        dims if is_slice else dims[:dim] + dims[dim + 1 :]
+    ):
+        raise refused(node, "is written at places")
+    return node, dims
+
+
 def _gathered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """`gather`, and `index_select`."""
     value, dim, index = arguments_of(node)[:3]
@@ -300,6 +312,7 @@ RULES_OF_PLACES: Mapping[Any, Rule] = {
     _aten.index_put.default: _written,
     **dict.fromkeys(("aten::index_add", "aten::index_copy"), _written_along),
     **dict.fromkeys(("aten::scatter_add", "aten::scatter"), _scattered),
+    **dict.fromkeys((_aten.select_scatter.default, _aten.slice_scatter.default), _written_at),
     **dict.fromkeys((_aten.gather.default, _aten.index_select.default), _gathered),
 }
 """By operator, or by the name of all its overloads."""

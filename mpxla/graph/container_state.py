@@ -18,7 +18,14 @@ from mpxla.graph.capture_attributes import (
 )
 from mpxla.graph.plain import MISSING, Read, change, plain
 
-__all__ = ["changed_entries", "entry", "has_no_others", "refill", "with_other_tensors"]
+__all__ = [
+    "changed_entries",
+    "entry",
+    "has_no_others",
+    "is_as_left",
+    "refill",
+    "with_other_tensors",
+]
 
 _FILLING = 0.5
 
@@ -89,3 +96,12 @@ def refill(container: Any, content: Any) -> None:
     """Gives a list, a deque or a dictionary what a copy of it holds."""
     container.clear()
     (container.update if isinstance(container, dict) else container.extend)(content)
+
+
+def is_as_left(pair: tuple[Any, Any]) -> bool:
+    """Whether a container holds the same objects as a copy of it."""
+    ids: list[list[int]] = []
+    for held in pair:
+        parts = [*held, *held.values()] if isinstance(held, dict) else held
+        ids.append([id(part) for part in parts])
+    return ids[0] == ids[1]

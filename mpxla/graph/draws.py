@@ -12,9 +12,10 @@ This module must not know how a step is captured or run.
 """
 
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -240,7 +241,7 @@ def _is_scalar(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 def _in_python(draw: Draw, leaf: torch.Tensor) -> Any:
     """An input as what Python goes on with; the value of what is no float is read."""
     if draw.module == "torch":
-        return leaf
+        return _with_open_number(leaf) if leaf.is_floating_point() else leaf
     is_float = draw.dtype is torch.float64
     if is_float and not draw.is_array:
         return NumberRead(leaf)
@@ -249,6 +250,17 @@ def _in_python(draw: Draw, leaf: torch.Tensor) -> Any:
         array.reshape(-1)[0] = NumberRead(leaf.reshape(()))
         return array
     return leaf.numpy() if draw.is_array else int(leaf.item())
+
+
+def _with_open_number(leaf: torch.Tensor) -> torch.Tensor:
+    """The same tensor, of which `.item()` reads no value.
+
+    `torch.rand(1).item() < p` then decides by the side that the number is on, and not by its value,
+    which would ask for a program in every call.
+    """
+    reference, given = weakref.ref(leaf), cast(Any, leaf)  # whoever has drawn it keeps it
+    given.item = lambda: NumberRead(cast(torch.Tensor, reference()))
+    return leaf
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

@@ -41,11 +41,13 @@ from mpxla.graph.capture_attributes import (
     kept,
     note_content,
     refusal,
+    warn_changed,
 )
 from mpxla.graph.carried import FormError
 from mpxla.graph.container_state import (
     changed_entries,
     has_no_others,
+    is_as_left,
     refill,
     with_other_tensors,
 )
@@ -61,7 +63,7 @@ from mpxla.graph.counted import (
 from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
-from mpxla.graph.plain import Change, Read
+from mpxla.graph.plain import Change, Read, plain
 from mpxla.graph.stepgraph import InputKind, StepGraph
 from mpxla.graph.user_code import AgainError, UndecidedError, ValueNeededError
 
@@ -299,16 +301,20 @@ class PythonState:
         own = first.own_reads
         if not self._followed:  # calls compare modes; microbatches may leave others
             own = [read for read in own if not _is_mode(read.name)]
-        reads = [*kept([*outer, *own]), *self._followed.values(), *records.values()]
+        known, filled = kept([*outer, *own])
+        reads = [*known, *self._followed.values(), *records.values()]
         left, self._left = first.left(), first.log.left_carried()
         try:
             once, counts = self._once(first, changed, capture) if changed else ([], set())
         except _CacheError:
+            _warn_of(filled)
             return first.step, [*reads, *changed.values()]
         finally:
             restore(first.log, first.outer)
         _refuse_carried(first, capture)
-        self._refuse_filled(first, capture)
+        memos = self._memos(first, capture)
+        _warn_of([read for read in filled if read.name not in memos])
+        reads += [_as_it_is(read) for read in filled if read.name in memos]
         if not once:
             first.log.warn(name for name in changed if name in counts)
         self._left += left
@@ -384,23 +390,27 @@ class PythonState:
             self._follow(first, names)
         return [OnceRead(read.name, read.value, read.now) for read in flags], again
 
-    def _refuse_filled(self, first: Attempt, capture: Callable[[], Attempt]) -> None:
+    def _memos(self, first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
         """Captures with what the step has left in containers of plain values.
+
+        Returns:
+            Names of those that are then left as they are: what is looked up there is put in once.
 
         Raises:
             CaptureError: the step then is another one.
         """
         filled = first.filled()
         if not filled:
-            return
-        left: list[tuple[Any, Any]] = []
+            return set()
+        left: dict[str, list[tuple[Any, Any]]] = {read.name: [] for read in filled}
         for read in filled:
-            note_content(read.now(), left)
+            note_content(read.now(), left[read.name])
         is_same = _comes_again(first, capture)
-        for container, content in left:
+        memos = {name for name, contents in left.items() if all(map(is_as_left, contents))}
+        for container, content in (pair for contents in left.values() for pair in contents):
             refill(container, content)
         if is_same:
-            return
+            return memos
         entries = first.entries()
         if self._may_count and all(has_no_others(read, entries) for read in filled):
             raise _FlagError(entries)
@@ -415,6 +425,15 @@ class PythonState:
 
 def _all_of(kind: type[FollowedRead], reads: dict[str, Read]) -> dict[str, FollowedRead]:
     return {name: kind.of(read) for name, read in reads.items()}
+
+
+def _as_it_is(read: Read) -> Read:
+    return replace(read, value=plain(read.now(), read.names))
+
+
+def _warn_of(reads: Iterable[Read]) -> None:
+    for read in reads:
+        warn_changed(read.name)
 
 
 def _is_state(value: Any) -> bool:

@@ -97,7 +97,8 @@ class ModelState:
         named = self.module.named_parameters(remove_duplicate=False)
         names = {name: known[id(parameter)] for name, parameter in named}
         owned = self._owned()
-        for path, owner in self.module.named_modules():
+        # A module in several places has names for its buffers in each, as it has for parameters.
+        for path, owner in self.module.named_modules(remove_duplicate=False):
             for held in held_tensors(owner):
                 names |= {_joined(path, key): owned[held.place] for key in held.keys}
         return names

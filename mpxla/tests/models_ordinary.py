@@ -259,6 +259,48 @@ class Multiplying(torch.autograd.Function):
         return None, 2 * grad * _OUTSIDE, grad * x
 
 
+class Shifting(torch.autograd.Function):
+    """Changes its argument in place, and does not say so: later uses see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rate: float) -> torch.Tensor:
+        x -= x.amax(-1, keepdim=True)
+        y = (rate * x).exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return 0.5 * grad * y, None
+
+
+class Putting(torch.autograd.Function):
+    """Returns the argument that it writes to."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:
+        ctx.place = place
+        table.data[..., place] = x
+        return table
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, grad[..., ctx.place], None
+
+
+_shifting_before = Shifting.apply  # before a step is captured
+
+
+def _in_place(model: Any, x: torch.Tensor) -> torch.Tensor:
+    h = x + 1
+    y = _shifting_before(h, 0.5) + h
+    table = torch.zeros(*y.shape, 2)
+    for place in range(2):
+        table = Putting.apply(table, y * (place + 1), place)
+    return table.prod(-1)
+
+
 _OUTSIDE = torch.arange(1.0, 9.0)
 
 
@@ -287,6 +329,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "writing": lambda model, x: Writing.apply(x),
     "computing": lambda model, x: Computing.apply(torch.tanh, x),
     "multiplying": lambda model, x: Multiplying.apply([x], x, x),
+    "in_place": _in_place,
 }
 
 

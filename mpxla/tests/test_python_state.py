@@ -19,6 +19,13 @@ functional = nn.functional
 features = {}
 
 
+class Backend:
+    """Of a library that has several."""
+
+    def halved(self, h):
+        return h / 2
+
+
 class Slotted:
     """Counts, and has no dictionary."""
 
@@ -41,6 +48,7 @@ class Net(nn.Module):
         self.short, self.short_table = 2, torch.arange(2.0)
         self.states, self.by_name = [torch.zeros(8), torch.zeros(8)], {"a": None}
         self.past, self.pair, self.collected = deque(maxlen=3), None, []
+        self.backends = {}
         self.numbers, self.is_hot, self.slotted = (0, 1.0), True, Slotted()
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("rates", torch.arange(8) / 8)
@@ -76,6 +84,11 @@ class Net(nn.Module):
             self.short = h.shape[1]
             self.short_table = torch.arange(float(self.short)).sin()
         return h * self.table + self.short_table
+
+    def looked_up(self, h):
+        if type(h) not in self.backends:
+            self.backends[type(h)] = Backend()
+        return self.backends[type(h)].halved(h)
 
     def counted(self, h):
         self.num_calls += 1
@@ -191,7 +204,10 @@ def slow_but(kinds, *fast):
 
 @pytest.mark.parametrize(
     ("kind", "stages", "count"),
-    slow_but("started_by_a_flag mean_by_a_flag cache counted", ("mean_by_a_flag", 2)),
+    slow_but(
+        "started_by_a_flag mean_by_a_flag cache looked_up counted",
+        *(("mean_by_a_flag", 2), ("looked_up", 2)),
+    ),
 )
 def test_flags_and_caches_are_what_they_are_in_pytorch(kind, stages, count):
     expected, parameters = train_plainly(kind, count)

@@ -60,6 +60,21 @@ def test_inverse_fourier_transforms_of_windows(name):
     torch.testing.assert_close(found, step(()).detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_the_greatest_and_least_of_a_vector_in_python():
+    model = nn.Linear(6, 4)
+
+    def step(leaves):
+        score = model(leaves[0])
+        return max(score[0]) - min(score[1]), max(score[:1, 0], 0.0), max(list(score[2]))
+
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        for found, expected in zip(
+            outputs_of(capture(model, step), model, [x]), step([x]), strict=True
+        ):
+            torch.testing.assert_close(found, torch.as_tensor(expected))
+
+
 def test_copies_of_modules_are_apart_from_them():
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
 

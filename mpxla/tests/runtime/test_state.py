@@ -37,6 +37,7 @@ def test_every_tensor_has_one_canonical_name():
     names = state.canonical_names
     assert names["head.weight"] == "embedding.weight"
     assert names["again.bias"] == "norm.bias"
+    assert names["again.running_mean"] == "norm.running_mean"
     assert names["head.table"] == "table"
     assert names["norm.weight"] == "norm.weight"
     assert "nothing" not in names
