@@ -484,7 +484,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for parameter in elsewhere:
                 self.optimizer.state.pop(parameter, None)
         for parameter, state in self.optimizer.state.items():
-            for key, value in state.items():
+            for key, value in state.items() if torch.is_tensor(parameter) else ():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
         held_before = self._pieces.num_held

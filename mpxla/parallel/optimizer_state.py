@@ -39,6 +39,7 @@ _NUMBERS = ("loss_scale", "stochastic_rounding")
 MASTER_KEY = "master_param"
 """State key of a parameter's wider copy."""
 _PREFIX = "_mpxla_"
+_STATE = f"{_PREFIX}state"
 """Of keys in the settings of the first group that belong to no group: the loss scale."""
 _OF_RANK = ("params", "param_names")
 """Keys of a param group that are about this rank's parameters."""
@@ -97,7 +98,10 @@ class OptimizerState:
         inner = self.optimizer.state_dict()
         held = parameters_of(self.optimizer)
         local = [self.positions[id(p)] for p in held]
-        state = {local[number]: entry for number, entry in inner["state"].items()}
+        state = {
+            local[key] if isinstance(key, int) else key: entry
+            for key, entry in inner["state"].items()
+        }
         for position, parameter in zip(local, held, strict=True):
             if self.pieces.is_wide(parameter):
                 state[position] = {**state.get(position, {}), MASTER_KEY: parameter}
@@ -288,7 +292,7 @@ class OptimizerState:
             return saved.whole(kind, name, MASTER_KEY, shards.get(position))
 
         self._load_masters(master_of)
-        state: dict[int, Any] = {}
+        state = self._of_no_parameter()
         for parameter in parameters_of(self.optimizer):
             position = self.positions[id(parameter)]
             name, part = names[position], self._range_of(parameter)
@@ -310,6 +314,10 @@ class OptimizerState:
                 state[position] = entry
         self._load_picked({"state": state, "param_groups": self.optimizer.param_groups})
 
+    def _of_no_parameter(self) -> dict[Any, Any]:
+        """State of the optimizer as a whole, which it keeps by names: `optimizer.state["k"]`."""
+        return {k: v for k, v in self.optimizer.state.items() if not torch.is_tensor(k)}
+
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
         names = iter(self._names().values())
@@ -319,6 +327,8 @@ class OptimizerState:
             for group, size in zip(self.optimizer.param_groups, self.group_sizes, strict=True)
         ]
         settings[0].update({f"{_PREFIX}{k}": v.state_dict() for k, v in self._numbers.items()})
+        if kept := self._of_no_parameter():
+            settings[0][_STATE] = to_host(kept, self._backend)
         return settings
 
     def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -339,6 +349,7 @@ class OptimizerState:
         for group, other in zip(self.optimizer.param_groups, saved, strict=True):
             own_keys = (k for k in other if k not in _OF_RANK and not k.startswith(_PREFIX))
             group.update({k: other[k] for k in own_keys})
+        self.optimizer.state.update(saved[0].get(_STATE, {}) if saved else {})
         for name, numbers in self._numbers.items():
             if saved and f"{_PREFIX}{name}" in saved[0]:
                 numbers.load_state_dict(saved[0][f"{_PREFIX}{name}"])

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpxla.errors import CheckpointError, MpxlaError
 from mpxla.log import warn_once
-from mpxla.parallel.state_dicts import HELD_KEY
+from mpxla.parallel.state_dicts import HELD_KEY, by_position
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update_copy import Range, UpdateCopy
 
@@ -300,12 +300,12 @@ def join_states(
     for states, ranges in parts:
         for position, state in states.items():
             if position not in ranges:
-                whole[position] = dict(state)
+                whole[position] = dict(state) if isinstance(state, Mapping) else state
                 continue
             extent, shape = ranges[position]
             found.setdefault(position, []).append((extent, state, shape))
     joined = {position: _joined(position, pieces) for position, pieces in found.items()}
-    return dict(sorted({**whole, **joined}.items()))
+    return by_position({**whole, **joined})
 
 
 def _joined(

@@ -20,6 +20,7 @@ __all__ = [
     "HELD_KEY",
     "PARTIAL_KEY",
     "StatePiece",
+    "by_position",
     "gather_full",
     "gather_on_first",
     "merge_optimizer_states",
@@ -115,7 +116,13 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
             f"{len(missing)} parameters of the optimizer (positions {missing[:5]}...). Give every "
             f"rank the state that it saved, under as many ranks as then."
         )
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    return {"state": by_position(state), "param_groups": groups}
+
+
+def by_position(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state in the order of its parameters, and then what is of none (`state["k"]`)."""
+    positions = sorted(key for key in state if isinstance(key, int))
+    return {key: state[key] for key in dict.fromkeys([*positions, *state])}
 
 
 def pick_optimizer_state(
@@ -125,7 +132,7 @@ def pick_optimizer_state(
 
     Positions, for every param group those to keep, count over all parameters.
     """
-    state: dict[int, Any] = {}
+    state = {key: value for key, value in full["state"].items() if not isinstance(key, int)}
     groups: list[dict[str, Any]] = []
     count = 0
     for group, kept in zip(full["param_groups"], positions, strict=True):

@@ -226,8 +226,8 @@ class CompiledUpdate:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""
         self.reason = reason
         self._programs.clear()
-        for state in self._optimizer.state.values():
-            for key, value in state.items():
+        for owner, state in self._optimizer.state.items():
+            for key, value in state.items() if torch.is_tensor(owner) else ():
                 if isinstance(value, torch.Tensor) and value.dim() == 0:
                     state[key] = value.clone()
         get_logger().info(

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mpxla as smp
 from mpxla.log import get_logger
-from mpxla.tests.checkpoint.worlds import Run, TiedNet
+from mpxla.tests.checkpoint.worlds import MICROBATCHES, Run, TiedNet, batch
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -135,6 +136,78 @@ def test_state_of_another_optimizer_is_refused(saved):
         assert set(seen) == set(OPTIMIZERS)
         for name, text in OPTIMIZERS.items():
             assert re.search(text, seen[name] or "no error"), (name, seen[name])
+
+
+class CountsForAll(torch.optim.Optimizer):
+    """Keeps a count and numbers of all its parameters in its state, as MADGRAD does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["k"] = torch.zeros(1, dtype=torch.int64)
+        self.state["mean"] = {"rate": 1.0}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        rate = self.state["mean"]["rate"] / (1 + self.state["k"].item())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["sum"] = state.get("sum", 0) + parameter.grad
+                    parameter.sub_(state["sum"], alpha=rate * group["lr"])
+        self.state["k"] += 1
+        self.state["mean"] = {"rate": 0.5 + 0.5 * self.state["mean"]["rate"] ** 2 + 0.1}
+
+
+def keep_state_of_no_parameter(path, stages):
+    run = Run(stages, optimizer=CountsForAll)
+    run.train(2)
+    run.save(path, "kept")
+    full = run.optimizer.state_dict(), run.model.state_dict()
+    expected = run.train(2)
+    smp.shutdown()
+    losses = []
+    for load in (
+        lambda run: run.resume(path),
+        lambda run: (
+            run.optimizer.load_state_dict(full[0]),
+            run.model.load_state_dict(full[1]),
+            run.resume(path, load_optimizer=False),
+        ),
+    ):
+        run = Run(stages, seed=50, optimizer=CountsForAll)
+        load(run)
+        losses.append(run.train(2))
+        assert run.optimizer.state_dict()["state"]["k"] == 4
+        smp.shutdown()
+    return expected, losses, list(full[0]["state"])
+
+
+def train_with_state_of_no_parameter():
+    torch.manual_seed(5)
+    model = TiedNet(0.0)
+    optimizer = CountsForAll(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses = []
+    for number in range(4):
+        optimizer.zero_grad()
+        parts = [batch(number, part, MICROBATCHES) for part in range(MICROBATCHES)]
+        of_parts = [F.cross_entropy(model(ids), labels) for ids, labels in parts]
+        losses.append(sum(of_parts) / MICROBATCHES)
+        losses[-1].backward()
+        optimizer.step()
+        scheduler.step()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_state_that_belongs_to_no_parameter_is_kept(stages, tmp_path):
+    results = run_ranks(keep_state_of_no_parameter, stages, str(tmp_path), stages)
+    for expected, losses, keys in results:
+        assert losses == [expected, expected]
+        assert keys[-2:] == ["k", "mean"]
+    assert results[0][0] == pytest.approx(train_with_state_of_no_parameter()[2:], rel=1e-5)
 
 
 # --- moments ------------------------------------------------------------------------------------
