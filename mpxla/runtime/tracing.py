@@ -79,6 +79,8 @@ class Tracing:
         Raises:
             CaptureError: the function cannot be captured.
         """
+        if signature.answers is not None:
+            self.state.stop_counting()  # it would be another number on every way
         try:
             found = self._with_few_draws(signature, drawer)
         except UndecidedError as error:
