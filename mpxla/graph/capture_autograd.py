@@ -131,6 +131,7 @@ class _Traced:
         results = [r for r in _as_tuple(self.results) if isinstance(r, torch.Tensor)]
         fixed = {id(tensor) for tensor in context.non_differentiable}
         self.has_gradient = [r.is_floating_point() and id(r) not in fixed for r in results]
+        count = len(results)
         # What an argument then holds: later uses have the gradient of the argument, as in torch.
         results += [own[i] for i in self.changed]
         self.has_gradient += [self.tensors[i].requires_grad for i in self.changed]
@@ -153,7 +154,7 @@ class _Traced:
         torch.set_autocast_enabled("cpu", False)
         found = _as_tuple(self._function.backward(context, *gradients))
         of_inputs = self._of_inputs(found, inputs)
-        for i, gradient in zip(self.changed, given[len(given) - len(self.changed) :], strict=True):
+        for i, gradient in zip(self.changed, given[count:], strict=True):
             known = of_inputs[i]
             of_inputs[i] = gradient if known is None or gradient is None else known + gradient
         return [*results, *of_inputs]
@@ -298,12 +299,9 @@ def apply_captured(
     operator = cast(Any, operator_of(traced.divided()))
     if is_kept:
         has_side_effect(operator)
-    values = operator([*traced.tensors, *traced.outside])
-    for place, value in zip(
-        traced.changed, values[len(values) - len(traced.changed) :], strict=True
-    ):
-        traced.tensors[place].copy_(value)
-    found = iter(values)
-    if isinstance(traced.results, torch.Tensor):
-        return next(found)
-    return tuple(next(found) if isinstance(r, torch.Tensor) else r for r in traced.results)
+    found = iter(operator([*traced.tensors, *traced.outside]))
+    flat = _as_tuple(traced.results)
+    results = tuple(next(found) if isinstance(r, torch.Tensor) else r for r in flat)
+    for place in traced.changed:
+        traced.tensors[place].copy_(next(found))
+    return results[0] if isinstance(traced.results, torch.Tensor) else results

@@ -68,19 +68,10 @@ def _in_turn(
 def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.vmap` with flat arguments, row by row where it has a derivative inside."""
 
-    def call(
-        function: Callable[..., Any],
-        num_rows: int,
-        in_dims: Sequence[int | None],
-        given: Sequence[Any],
-        structure: pytree.TreeSpec,
-        out_dims: Any,
-        randomness: str,
-        **kwargs: Any,
-    ) -> Any:
+    def call(function: Callable[..., Any], num_rows: int, *mapped: Any, **kwargs: Any) -> Any:
+        *of_rows, randomness = mapped  # the first are as `_in_turn` takes them
         try:
-            mapped = num_rows, in_dims, given, structure, out_dims, randomness
-            return original(function, *mapped, **kwargs)
+            return original(function, num_rows, *mapped, **kwargs)
         except _InsideOfVmapError:
             if randomness == "same":
                 raise
@@ -90,7 +81,7 @@ def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             f"a derivative is taken inside of torch.vmap{line}: the {num_rows} rows are captured "
             f"and computed one after the other.",
         )
-        return _in_turn(function, num_rows, in_dims, given, structure, out_dims, **kwargs)
+        return _in_turn(function, num_rows, *of_rows, **kwargs)
 
     return call
 

@@ -27,6 +27,7 @@ from mpxla.parallel.state_dicts import (
     to_host,
 )
 from mpxla.parallel.stochastic_rounding import Origin, StochasticRounding
+from mpxla.parallel.update_python import state_of_no_parameter
 
 if TYPE_CHECKING:
     from mpxla.checkpoint.shards import ShardReader
@@ -292,7 +293,7 @@ class OptimizerState:
             return saved.whole(kind, name, MASTER_KEY, shards.get(position))
 
         self._load_masters(master_of)
-        state = self._of_no_parameter()
+        state = state_of_no_parameter(self.optimizer)
         for parameter in parameters_of(self.optimizer):
             position = self.positions[id(parameter)]
             name, part = names[position], self._range_of(parameter)
@@ -314,10 +315,6 @@ class OptimizerState:
                 state[position] = entry
         self._load_picked({"state": state, "param_groups": self.optimizer.param_groups})
 
-    def _of_no_parameter(self) -> dict[Any, Any]:
-        """State of the optimizer as a whole, which it keeps by names: `optimizer.state["k"]`."""
-        return {k: v for k, v in self.optimizer.state.items() if not torch.is_tensor(k)}
-
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
         names = iter(self._names().values())
@@ -327,7 +324,7 @@ class OptimizerState:
             for group, size in zip(self.optimizer.param_groups, self.group_sizes, strict=True)
         ]
         settings[0].update({f"{_PREFIX}{k}": v.state_dict() for k, v in self._numbers.items()})
-        if kept := self._of_no_parameter():
+        if kept := state_of_no_parameter(self.optimizer):
             settings[0][_STATE] = to_host(kept, self._backend)
         return settings
 
@@ -349,10 +346,11 @@ class OptimizerState:
         for group, other in zip(self.optimizer.param_groups, saved, strict=True):
             own_keys = (k for k in other if k not in _OF_RANK and not k.startswith(_PREFIX))
             group.update({k: other[k] for k in own_keys})
-        self.optimizer.state.update(saved[0].get(_STATE, {}) if saved else {})
+        first = saved[0] if saved else {}
+        self.optimizer.state.update(first.get(_STATE, {}))
         for name, numbers in self._numbers.items():
-            if saved and f"{_PREFIX}{name}" in saved[0]:
-                numbers.load_state_dict(saved[0][f"{_PREFIX}{name}"])
+            if f"{_PREFIX}{name}" in first:
+                numbers.load_state_dict(first[f"{_PREFIX}{name}"])
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

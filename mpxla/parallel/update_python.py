@@ -24,6 +24,7 @@ __all__ = [
     "described",
     "own_attributes",
     "refuse_outside_state",
+    "state_of_no_parameter",
 ]
 
 _NOT_ITS_OWN = ("state", "param_groups", "step", "_opt_called", "_step_count")
@@ -57,6 +58,11 @@ def copied_attributes(optimizer: Any, shared: Iterable[Any] = ()) -> dict[str, A
     return copies
 
 
+def state_of_no_parameter(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """State of the optimizer as a whole, which it keeps by names: `optimizer.state["k"]`."""
+    return {k: v for k, v in optimizer.state.items() if not torch.is_tensor(k)}
+
+
 def described(optimizer: Any) -> tuple[Any, ...]:
     """Everything of `own_attributes`, comparable and hashable.
 
@@ -64,7 +70,7 @@ def described(optimizer: Any) -> tuple[Any, ...]:
         NotTraceableError: something is a tensor, an iterator, or a container of the module.
     """
     refuse_outside_state(type(optimizer))
-    shared = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    shared = state_of_no_parameter(optimizer)
     attributes = {**own_attributes(optimizer), **({"state": shared} if shared else {})}
     return tuple((name, describe(value, name)) for name, value in attributes.items())
 

@@ -30,6 +30,7 @@ from mpxla.parallel.update_python import (
     NotTraceableError,
     copied_attributes,
     describe,
+    state_of_no_parameter,
 )
 from mpxla.parallel.update_slots import Arrangement, constants_of
 from mpxla.python_random import python_random_kept, random_python
@@ -58,7 +59,7 @@ def clone_optimizer(
         {k: v if k in ("params", "lr") else copy.deepcopy(v) for k, v in group.items()}
         for group in groups
     ]
-    rest = {k: copy.deepcopy(v) for k, v in optimizer.state.items() if not torch.is_tensor(k)}
+    rest = {k: copy.deepcopy(v) for k, v in state_of_no_parameter(optimizer).items()}
     clone.state = defaultdict(dict, {**rest, **state})
     return clone
 

@@ -92,7 +92,6 @@ class Tracing:
         else:
             self.state.take()
             return found
-        self.state.stop_counting()
         return self.trace(replace(signature, answers=()), drawer and drawer.again())
 
     def _with_few_draws(self, signature: Signature, drawer: Drawer | None) -> Traced:
