@@ -40,11 +40,11 @@ _USES_GRADIENT = (_gradient.__get__, _gradient.__set__)
 _STATE = ("_parameters", "_buffers", "_modules")
 
 
-def refuse_gradients(func: Any) -> None:
+def refuse_gradients(func: Any, args: tuple[Any, ...]) -> None:
     """Checks a call of torch in a step function, as `__torch_function__` is given it.
 
     Raises:
-        CaptureError: it reads or changes the gradient of a tensor.
+        CaptureError: it reads or changes the gradient of a tensor that may have one.
     """
     if func in _WANTS_GRADIENT:
         raise CaptureError(
@@ -52,12 +52,21 @@ def refuse_gradients(func: Any) -> None:
             f"stay inside of compiled programs. Return the gradient from the step function: "
             f"(g,) = torch.autograd.grad(loss, x, retain_graph=True)."
         )
-    if func in _USES_GRADIENT:
+    if func in _USES_GRADIENT and not _has_none_and_keeps_none(*args):
         raise CaptureError(
             f"The gradient of a tensor is used in a step function{at_user_line()}, where there is "
             f"none yet: gradients are those of all microbatches, and complete when the step call "
             f"has returned. Read, clip and clear them outside."
         )
+
+
+def _has_none_and_keeps_none(tensor: torch.Tensor, new: Any = None, *_: Any) -> bool:
+    """Whether a tensor has no gradient by itself, as a buffer, and is given none.
+
+    A parameter that is frozen now may have one from before.
+    """
+    may_have = tensor.requires_grad or isinstance(tensor, nn.Parameter)
+    return not may_have and tensor.grad is None and not isinstance(new, torch.Tensor)
 
 
 @contextlib.contextmanager

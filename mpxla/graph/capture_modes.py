@@ -123,7 +123,7 @@ class StepSemantics(TorchFunctionMode):
                 return CONTROL_FLOW[func.name()](*args, **kwargs)
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
-        refuse_gradients(func)
+        refuse_gradients(func, args)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
             with self:
@@ -325,6 +325,8 @@ def _fake_state(
             made: Any = fake_tensor(fake_mode, tensor.shape, tensor.stride(), tensor.dtype)
             if isinstance(tensor, nn.Parameter):
                 made.requires_grad_(id(tensor) in require_grad)._is_param = True  # as nn.Parameter
+            elif tensor.grad is not None:  # the script's, which the step must not miss
+                made.grad = fake_tensor(fake_mode, tensor.shape, tensor.stride(), tensor.dtype)
             fakes[id(tensor)] = made
         return fakes[id(tensor)]
 

@@ -148,6 +148,29 @@ def test_what_the_graph_would_lose_is_refused(function, text):
     assert model.bias.grad is None
 
 
+def average(model, leaves):
+    """Adds what somebody has accumulated, as codebooks of vector quantizers do."""
+    for statistics in (model.running_mean, model.running_var.detach()):
+        if statistics.grad is not None:
+            raise AssertionError("a buffer has no gradient")
+        statistics.grad = None
+    return model(leaves[0])
+
+
+def test_what_needs_no_gradient_has_none():
+    model, x = nn.BatchNorm1d(6).eval(), torch.randn(4, 6)
+    captured = capture(model, lambda leaves: average(model, leaves))
+    torch.testing.assert_close(run(captured, model, [x])[0], model(x).detach())
+    with pytest.raises(CaptureError, match="The gradient of a tensor is used"):
+        capture(model, lambda leaves: setattr(model.running_mean, "grad", leaves[0][0]))
+    model.running_mean.grad = torch.ones(6)
+    with pytest.raises(CaptureError, match="The gradient of a tensor is used"):
+        capture(model, lambda leaves: average(model, leaves))
+    model.weight.requires_grad_(False)
+    with pytest.raises(CaptureError, match="The gradient of a tensor is used"):
+        capture(model, lambda leaves: model.weight.grad)
+
+
 def test_own_backwards_do_not_matter_to_evaluation():
     model, x = nn.Linear(6, 1), torch.randn(4, 6)
     captured = capture(model, lambda leaves: Reversed.apply(model(leaves[0])))
