@@ -48,6 +48,9 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            _find_users(module.graph)
     # In a region of the caller's, torch casts arguments while the program runs again.
     if not active_autocast() and _replace_undecided(program.graph_module):
         return program
@@ -56,6 +59,17 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     limited = exchanged(exported_program, _collect_all_valid_cia_ops=lambda: found)
     with limited, _regions_with_origin():
         return program.run_decompositions({})
+
+
+def _find_users(graph: fx.Graph) -> None:
+    """Makes nodes know all of their users.
+
+    Where export opens a piece between regions that has one result, this one forgets its users in
+    the piece, and could be replaced or erased without them.
+    """
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            used.users.setdefault(node)
 
 
 def _replace_undecided(module: fx.GraphModule) -> bool:

@@ -114,7 +114,16 @@ def regions(x):
     return y * angles.sum() + more, scale
 
 
+def one_result_of_a_piece(x):
+    """It has a user in the piece before the region, which goes."""
+    y = x.exp()
+    y.reshape(96)
+    with torch.autocast("cpu", enabled=False):
+        return y.float() * 2.0
+
+
 PLAIN = [views, same_twice, drops, constants, several_results, without_statistics, regions]
+PLAIN += [one_result_of_a_piece]
 
 
 @pytest.mark.parametrize("function", PLAIN)
