@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.fx.experimental import proxy_tensor
 
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
@@ -41,13 +42,19 @@ class Undecided(BaseException):
 
 
 def modules_left() -> AbstractContextManager[None]:
-    """Lets torch's tracer leave the modules whose forwards end so; it forgets to."""
+    """Lets torch's tracer leave the modules whose forwards end so; it forgets to.
+
+    A module that is no part of the traced one is called as it is. Torch would print it first, for a
+    log, and what `extra_repr` reads would seem to be read by the step.
+    """
     original: Any = fx.Tracer.call_module
 
-    def call_module(tracer: Any, *arguments: Any) -> Any:
+    def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         depth = len(tracer.module_stack)
         try:
-            return original(tracer, *arguments)
+            return original(tracer, module, forward, args, kwargs)
+        except proxy_tensor._ModuleNotInstalledAsSubmoduleError:  # pyright: ignore[reportPrivateUsage]
+            return forward(*args, **kwargs)
         except Undecided:
             while len(tracer.module_stack) > depth:
                 tracer.module_stack.popitem()

@@ -114,7 +114,9 @@ class AttributeLog:
         if is_number(value):  # of the class, whose number is an input until the object has its own
             self.inherited[place] = Read(name, MISSING, self.held[id(owner)].reader(key))
             return
-        if isinstance(value, FUNCTIONS) or getattr(kind, key, MISSING) is not value:
+        # Not by `getattr`: descriptors run code, which an enumeration's may do without an end.
+        static = next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), MISSING)
+        if isinstance(value, FUNCTIONS) or static is not value:
             return  # a method, or what a property has computed
 
         held = self.held[id(owner)]
