@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.number import is_number
+from mpxla.graph.number import extreme_number, is_number
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
 __all__ = [
     "CAPTURED_FUNCTIONS",
     "cumulative_batch_norms",
-    "extremes_of_vectors",
+    "extremes_captured",
     "nested_tensors_refused",
     "without_generator",
 ]
@@ -328,14 +328,19 @@ def cumulative_batch_norms() -> AbstractContextManager[None]:
     return exchanged(kind, forward=forward)
 
 
-def extremes_of_vectors() -> AbstractContextManager[None]:
-    """`max(lengths)`, of Python: export's own takes two arguments only where one is a tensor."""
+def extremes_captured() -> AbstractContextManager[None]:
+    """`max(lengths)` and `max(count.item(), 1)`, of Python: export's own knows other cases."""
     of_export = non_strict_utils._tensor_min_max  # pyright: ignore[reportPrivateUsage]
 
     def extreme(*args: Any, **named: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            is_max, (values,) = named["tensor_callable"] is torch.maximum, args
-            if values.dim() == 1 and len(named) == 2:  # no `key`
+        is_max, has_key = named["tensor_callable"] is torch.maximum, len(named) > 2
+        if len(args) == 2 and not has_key and any(map(is_number, args)):
+            found = extreme_number(named["real_callable"], is_max, *args)
+            if found is not NotImplemented:
+                return found
+        elif len(args) == 1 and isinstance(args[0], torch.Tensor):
+            (values,) = args
+            if values.dim() == 1 and not has_key:
                 return values.max() if is_max else values.min()
             args = (values.unbind(),)
         return of_export(*args, **named)

@@ -35,7 +35,7 @@ from mpxla.graph.capture_flags import Flags
 from mpxla.graph.capture_functions import (
     CAPTURED_FUNCTIONS,
     cumulative_batch_norms,
-    extremes_of_vectors,
+    extremes_captured,
     nested_tensors_refused,
     without_generator,
 )
@@ -270,7 +270,7 @@ def traceable(
         flexible_attention_by_scores(),
         _unchecked_distributions(),
         cumulative_batch_norms(),
-        extremes_of_vectors(),
+        extremes_captured(),
         nested_tensors_refused(),
         _attributes_named_by_keywords(),
         static_shapes(),

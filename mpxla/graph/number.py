@@ -23,6 +23,7 @@ __all__ = [
     "NeedsValueError",
     "Number",
     "NumberRead",
+    "extreme_number",
     "has_number",
     "is_number",
     "numbers_in_math",
@@ -190,6 +191,18 @@ _OF_MATH = {
     "fabs": "abs",
 }
 """Functions of `math`, and torch's."""
+
+
+def extreme_number(function: Callable[..., Any], is_max: bool, first: Any, second: Any) -> Any:
+    """What Python's `max` or `min` gives of two numbers: the first one, but for a better second.
+
+    NotImplemented for an int and a float, of which it is either: Python has to decide.
+    """
+    if {first.__class__, second.__class__} not in ({int}, {float}):
+        return NotImplemented
+    one, other = (_computed(v) if is_number(v) else v for v in (first, second))
+    is_better = other > one if is_max else other < one
+    return _made(torch.where(is_better, other, one), function, first, second)
 
 
 def is_number(value: Any) -> bool:

@@ -33,6 +33,7 @@ SAME = {
     "softmax": lambda h, a: (h / a).softmax(-1),
     "is a float": lambda h, a: h * (a if isinstance(a, float) else 0),
     "complex": lambda h, a: (h.to(torch.complex64) * a).abs(),
+    "max and min": lambda h, a: h / max(a, 0.4) + min(0.5, a) * max([0.1, a, 2 * a]),
 }
 NEED_THE_VALUE = {
     "branch": lambda h, a: h * a if a > 0 else h,
@@ -40,7 +41,7 @@ NEED_THE_VALUE = {
     "dropout": lambda h, a: F.dropout(h, a),
     "math": lambda h, a: h * math.exp(a),
     "int": lambda h, a: h[: int(a)],
-    "max": lambda h, a: h * max(a, 0.1),
+    "max of an int": lambda h, a: h * max(a, 1),
     "text": lambda h, a: (h, f"{a:.2f}")[0],
     "tensor": lambda h, a: h * torch.tensor(a),
     "smoothing": lambda h, a: F.cross_entropy(h, h.argmax(1), label_smoothing=a),
@@ -98,6 +99,8 @@ def metrics(h, y):
         *(loss * h.size(0), round(loss, 3), round(hits / 3), abs(-loss), loss**2, 2**loss, +hits),
         *(sum([loss, hits]), hits / (hits + largest), (h > 0).any().item() + 1, weights[1]),
         *((h.sum() > 0).item(), isinstance(hits, int), isinstance(loss, float)),
+        *(max(1, hits), max(hits, 9), min(hits - 4, 2), min(largest, 1e-3), max(hits, 5 - hits)),
+        *(max(0.5, loss * math.inf * 0), max(loss * math.inf * 0, 0.5)),
     )
 
 
@@ -143,7 +146,7 @@ def test_what_is_read_computes(function):
         else:
             got = got.item() if isinstance(got, torch.Tensor) else got
             assert leaf.is_number and type(got) is type(value), (got, value)
-            assert got == pytest.approx(value, rel=1e-5)
+            assert got == pytest.approx(value, rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,7 @@ def test_what_is_read_computes(function):
         lambda h: h.view(h.argmax().item(), -1),
         lambda h: torch.zeros(h.argmax().item()),
         lambda h: 3 // h.argmax().item(),
+        lambda h: h * max(h.argmax().item(), 0.5),
         lambda h: {1: h}.get(h.argmax().item()),
         lambda h: float(h.sum()),
     ],
