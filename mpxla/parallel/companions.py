@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from torch import nn
 from mpxla.errors import MpxlaError
 from mpxla.parallel.update_python import own_attributes
 
-__all__ = ["Heir", "follow_parameters", "tensors_beside"]
+__all__ = ["Heir", "follow_parameters", "optimizers_within", "tensors_beside"]
 
 _Parameters = Sequence[nn.Parameter]
+_Kept = TypeVar("_Kept")
 _LEAVES = (str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType, nn.Module)
 
 
@@ -58,13 +59,23 @@ def follow_parameters(
 
 def tensors_beside(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All tensors that an optimizer keeps outside of groups and state."""
-    found: dict[int, torch.Tensor] = {}
+    return _beside(optimizer, torch.Tensor)
+
+
+def optimizers_within(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer and those that it keeps, as SAM does with the one that it is based on."""
+    return [optimizer, *_beside(optimizer, torch.optim.Optimizer)]
+
+
+def _beside(optimizer: torch.optim.Optimizer, kind: type[_Kept]) -> list[_Kept]:
+    """All of a kind that an optimizer keeps outside of groups and state."""
+    found: dict[int, _Kept] = {}
     seen = {id(optimizer), id(optimizer.param_groups), id(optimizer.state)}
 
     def look(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, kind) and value is not optimizer:
             found[id(value)] = value
-        elif not isinstance(value, _LEAVES) and id(value) not in seen:
+        if not isinstance(value, (torch.Tensor, *_LEAVES)) and id(value) not in seen:
             seen.add(id(value))
             for part in _parts(value):
                 look(part)

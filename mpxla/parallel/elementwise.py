@@ -4,14 +4,14 @@ Torch's own are known. Any other is tried on small host tensors: whole, and as t
 This module must not know how parameters are divided.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
 
 from mpxla.errors import ConfigError
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
-from mpxla.parallel.update_python import copied_attributes, refuse_outside_state
+from mpxla.parallel.update_python import copied_attributes, own_attributes, refuse_outside_state
 from mpxla.parallel.update_trace import clone_optimizer
 from mpxla.python_random import python_random_kept
 
@@ -62,24 +62,33 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update of one parameter depends on others, as by a norm over all of them.
 
-    Tried on small host tensors, together and one by one. What cannot be tried is taken for no.
+    Tried on small host tensors, together and one by one; with a closure where it wants one. What
+    cannot be tried is taken for no.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return False
+    return any(_mixes(optimizer, has_closure) for has_closure in (False, True))
+
+
+def _mixes(optimizer: torch.optim.Optimizer, has_closure: bool) -> bool:
     with python_random_kept(), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         starts = [torch.randn(4, 6), torch.randn(5)]
         gradients = [[torch.randn_like(s) * scale for s in starts] for scale in _SCALES]
         try:
             refuse_outside_state(type(optimizer))
-            both = _trained(optimizer, starts, gradients)
+            both = _trained(optimizer, starts, gradients, has_closure)
             alone = [
-                _trained(optimizer, [start], [[of_step[i]] for of_step in gradients])[0]
+                _trained(optimizer, [start], [[of_step[i]] for of_step in gradients], has_closure)
                 for i, start in enumerate(starts)
             ]
         except Exception:  # an optimizer that was not made for this may raise anything
             return False
-    return not all(torch.allclose(a, b) for a, b in zip(both, alone, strict=True))
+    are_equal = all(
+        torch.equal(value, one.values[0]) for value, one in zip(both.values, alone, strict=True)
+    )
+    # What is estimated from all may have no effect in so few steps, but it is kept somewhere.
+    return not are_equal or any(both.numbers != one.numbers for one in alone)
 
 
 def _trial_fails(optimizer: torch.optim.Optimizer) -> str | None:
@@ -99,22 +108,43 @@ def _trial_fails(optimizer: torch.optim.Optimizer) -> str | None:
         mode = ". If it has a mode for training, call optimizer.train() before it is wrapped"
         text = f"a trial of it raised {type(error).__name__}: {str(error).rstrip('.')}"
         return text + (mode if hasattr(optimizer, "train") else "")
-    is_equal = torch.equal(whole[0].flatten(), torch.cat(parts))
+    is_equal = torch.equal(whole.values[0].flatten(), torch.cat(parts.values))
     return None if is_equal else "a trial on flat parts gave other numbers"
+
+
+class _Trained(NamedTuple):
+    """What a trial has come to: the parameters, and the optimizer's numbers of all of them."""
+
+    values: list[torch.Tensor]
+    numbers: str
 
 
 def _trained(
     optimizer: torch.optim.Optimizer,
     values: list[torch.Tensor],
     gradients: list[list[torch.Tensor]],
-) -> list[torch.Tensor]:
+    has_closure: bool = False,
+) -> _Trained:
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     twin = _twin(optimizer, parameters)
     for of_step in gradients:
-        for parameter, gradient in zip(parameters, of_step, strict=True):
-            parameter.grad = gradient.clone()
-        twin.step()
-    return [parameter.detach() for parameter in parameters]
+
+        def closure(of_step: list[torch.Tensor] = of_step) -> torch.Tensor:
+            for parameter, gradient in zip(parameters, of_step, strict=True):
+                # By its value as well: what moves before it calls this again is seen then.
+                parameter.grad = gradient + (parameter.detach() if has_closure else 0)
+            return torch.zeros(())
+
+        closure()
+        twin.step(closure) if has_closure else twin.step()
+    kept = [v for group in twin.param_groups for v in group.values()]
+    kept += own_attributes(twin).values()
+    numbers = [
+        float(value)
+        for value in kept
+        if isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)
+    ]
+    return _Trained([parameter.detach() for parameter in parameters], str(numbers))  # some are nan
 
 
 def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Any:

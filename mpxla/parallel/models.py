@@ -53,6 +53,9 @@ class Models:
     """All models that were wrapped since `init`; they stay until `shutdown`.
 
     A model that the script drops keeps its memory until then: compiled steps refer to it.
+
+    Attributes:
+        sees_all: whether this rank's optimizers hold what all ranks have, see `others`.
     """
 
     def __init__(self, session: Session):
@@ -65,6 +68,7 @@ class Models:
         self._reducers = ModelReducers(self._rounds)
         self._members: dict[str, DistributedModel] = {}
         self._joined: list[GradientReducer] = []
+        self.sees_all = False
         self.engine = StepEngine(session, self._link, self._reducers)
         if session.config.metrics_dir is not None:
             folder = Path(session.config.metrics_dir)

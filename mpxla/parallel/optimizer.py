@@ -25,6 +25,7 @@ from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_
 from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.norms import clip_grad_norm_
 from mpxla.parallel.optimizer_state import Numbers, OptimizerState, parameters_of
+from mpxla.parallel.others import ParametersOfOthers, keeps_more_than_state
 from mpxla.parallel.pieces import SHARD_KEY, join_shards, published
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.replica import equalize_beside
@@ -114,16 +115,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             equalize_beside(session, tensors_beside(optimizer))
         if any(model.divides_updates for model in self._models):
             check_elementwise(optimizer, _dividing_key(session.config))
-        elif session.topology.pp_size > 1 and mixes_parameters(optimizer):
-            kind = type(optimizer).__name__
-            warn_once(
-                f"{kind} mixes parameters",
-                f"{kind} updates a parameter by the values of others too (a norm over all of them, "
-                f"perhaps), and every rank has the parameters of its stages only: the update uses "
-                f"this rank's share, and differs from that of one process. Clip by "
-                f"torch.nn.utils.clip_grad_norm_ before optimizer.step(), which sees all ranks, or "
-                f"use norms of single parameters.",
-            )
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
         self._backend = session.backend
@@ -157,9 +148,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._update = CompiledUpdate(
             optimizer, session.backend, self._pieces, rounding, session.kept
         )
+        self._others: ParametersOfOthers | None = None
+        if session.topology.pp_size > 1 and mixes_parameters(optimizer):
+            self._look_at_all()
         self._closures = ClosureSteps(self.contents, session)
         for model in self._models:
             model.attach_optimizer(self)
+
+    def _look_at_all(self) -> None:
+        """For an optimizer that updates a parameter by the values of others too."""
+        kind, what = self.kind, "updates a parameter by the values of others too"
+        if self._rounding is not None or keeps_more_than_state(self.optimizer):
+            why = "rounds by chance" if self._rounding else "keeps tensors outside of its state"
+            warn_once(
+                f"{kind} mixes parameters",
+                f"{kind} {what} (a norm over all of them, perhaps), and every rank has the "
+                f"parameters of its stages only. As it {why}, the others cannot be fetched: the "
+                f"update uses this rank's share, and differs from that of one process. Clip by "
+                f"torch.nn.utils.clip_grad_norm_ before optimizer.step(), which sees all ranks, or "
+                f"use norms of single parameters.",
+            )
+            return
+        self._others = ParametersOfOthers(self.contents, self._session, self._session_models)
+        self._update.give_up(f"it {what}")
+        if self._session.rank == 0:
+            get_logger().info(
+                "%s %s (a norm over all of them, perhaps). So every rank fetches parameters, "
+                "gradients and state of all stages for an update, and computes it for all: the "
+                "numbers are those of one process, but an update takes longer, and memory for the "
+                "whole model.",
+                kind,
+                what,
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -179,7 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             found = getattr(self.optimizer, name)
         except AttributeError:
             raise NoSuchAttributeError(self, name, self.optimizer) from None
-        return published(found, self.optimizer, self._pieces, self._update)
+        return published(found, self.optimizer, self._pieces, self._update, self._others)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -227,7 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._closures.step(self, closure)
         if not self.prepare_update():
             return None
-        if any(group["params"] for group in self.optimizer.param_groups):
+        if self._others or any(group["params"] for group in self.optimizer.param_groups):
             self.run_update()
         elif clip := getattr(self.optimizer, "clip_gradients", None):
             clip()  # by the norm over all ranks, in which all have to take part
@@ -257,7 +277,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def run_update(self, closure: Closure | None = None) -> Any:
         """Runs the inner optimizer; what it leaves pending is started."""
-        result = self._update.step(closure)
+        if self._others is None:
+            result = self._update.step(closure)
+        else:
+            with self._others.there(f"optimizer.step() of {self.kind}"):
+                result = self._update.step(closure and self._others.around(closure))
         self.settle_update()
         return result
 

@@ -20,6 +20,7 @@ from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update_copy import Range, UpdateCopy
 
 if TYPE_CHECKING:
+    from mpxla.parallel.others import ParametersOfOthers
     from mpxla.parallel.update import CompiledUpdate
 
 __all__ = ["SHARD_KEY", "OptimizerPieces", "cut_state", "join_shards", "join_states", "published"]
@@ -207,23 +208,33 @@ class OptimizerPieces:
 
 
 def published(
-    found: Any, optimizer: torch.optim.Optimizer, pieces: OptimizerPieces, update: "CompiledUpdate"
+    found: Any,
+    optimizer: torch.optim.Optimizer,
+    pieces: OptimizerPieces,
+    update: "CompiledUpdate",
+    others: "ParametersOfOthers | None" = None,
 ) -> Any:
     """An attribute of an optimizer, where it is a method whose writes to the model are published.
 
     That are methods that only a user's optimizer has, such as `first_step` of SAM and `eval` of a
     schedule. They find gradients and values of the model in the update copies, and where they write
-    to one, its parameter has to take the value before the next step call. With divided copies, all
-    ranks have to call them.
+    to one, its parameter has to take the value before the next step call. With divided copies, or
+    `others` that they look at, all ranks have to call them.
     """
     is_own = inspect.ismethod(found) and found.__self__ is optimizer
     if not is_own or hasattr(torch.optim.Optimizer, found.__name__):
         return found
 
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if others is None:
+            return found(*args, **kwargs)
+        with others.there(f"optimizer.{found.__name__}() of {type(optimizer).__name__}"):
+            return found(*args, **kwargs)
+
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not pieces.num_held:  # which is known when the model has been placed
-            return found(*args, **kwargs)
+            return method(*args, **kwargs)
         pieces.collect_gradients()
         pieces.renew()
         known = pieces.prints()
@@ -237,7 +248,7 @@ def published(
         update.was_compiled = False
         update.begins = publish  # it would take parameters that differ for written to
         try:
-            result = found(*args, **kwargs)
+            result = method(*args, **kwargs)
         finally:
             update.begins = None
         if update.was_compiled:

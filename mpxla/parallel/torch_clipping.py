@@ -76,7 +76,7 @@ def _models_with(given: list[torch.Tensor]) -> Models | None:
     A rank that holds none of the parameters may give an empty list, and has to take part.
     """
     models = current_models()
-    if models is None or not models.gradient_norm.is_spread:
+    if models is None or models.sees_all or not models.gradient_norm.is_spread:
         return None
     is_ours = not given or len(models.gradient_norm.strangers(given)) < len(given)
     return models if is_ours else None

@@ -141,7 +141,7 @@ class CompiledUpdate:
         try:
             constants = constants_of(optimizer)
         except NotTraceableError as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
             return False
         trained = [[p for p in g["params"] if p.grad is not None] for g in optimizer.param_groups]
         slots, self._slots = self._slots, None
@@ -184,23 +184,23 @@ class CompiledUpdate:
         if program is not None:
             return program
         if len(self._programs) == _MAX_PROGRAMS:
-            self._give_up("its settings change from step to step")
+            self.give_up("its settings change from step to step")
             return None
         try:
             with graphs_made_quickly():
                 program = self._compile(slots)
         except LoweringError as error:
             is_read = "_local_scalar_dense" in str(error)
-            self._give_up("it reads values on the host" if is_read else str(error))
+            self.give_up("it reads values on the host" if is_read else str(error))
             return None
         except Exception as error:  # an optimizer may raise anything on what it was not written for
-            self._give_up(f"{type(error).__name__} while tracing: {error}")
+            self.give_up(f"{type(error).__name__} while tracing: {error}")
             return None
         if program.is_random:
-            self._give_up("it draws random numbers")
+            self.give_up("it draws random numbers")
             return None
         if not idles_without_gradients(self._optimizer):  # phase 4 hides them
-            self._give_up("it does not leave alone what has no gradient")
+            self.give_up("it does not leave alone what has no gradient")
             return None
         self._programs[slots.key] = program
         return program
@@ -222,7 +222,7 @@ class CompiledUpdate:
         parts = update_in_parts(UPDATE, graph, inputs, slots.arrangement.changed, self._backend)
         return parts or self._backend.compile(UPDATE, graph, inputs)
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""
         self.reason = reason
         self._programs.clear()

@@ -338,6 +338,7 @@ WORLDS = {
     "replicas": (2, {}),
     "zero": (2, {"shard_optimizer_state": True}),
     "stages": (2, {"pipeline_parallel_degree": 2}),
+    "pairs": (4, {"pipeline_parallel_degree": 2}),
     "grid": (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True}),
 }
 

@@ -1,11 +1,14 @@
 """Which optimizers may be divided over replicas."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn, optim
 
 from mpxla.errors import ConfigError
 from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
+from mpxla.tests.test_others import ByDistance, SharpnessAware
 
 pytestmark = pytest.mark.unit
 
@@ -133,7 +136,8 @@ def test_the_trial_leaves_the_optimizer_alone():
     ("kind", "expected"),
     [
         *((optim.Adafactor, False), (SignDescent, False), (NormedDescent, False), (Lamb, False)),
-        (ClippingLamb, True),
+        *((ClippingLamb, True), (ByDistance, True)),
+        (partial(SharpnessAware, base=optim.SGD), True),
     ],
 )
 def test_optimizers_that_mix_parameters_are_found(kind, expected):

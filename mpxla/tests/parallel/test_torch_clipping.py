@@ -194,7 +194,7 @@ def train_by_norms():
     return before, lines, model.state_dict()
 
 
-def test_norms_of_parameters_are_right_and_global_ones_are_warned_of():
+def test_norms_of_parameters_are_right_and_global_ones_are_told_of():
     plain = Tied()
     optimizer = Lamb(plain.parameters())
     for _ in range(3):
@@ -203,7 +203,8 @@ def test_norms_of_parameters_are_right_and_global_ones_are_warned_of():
         optimizer.step()
     for before, lines, state in run_ranks(train_by_norms, 2):
         assert before == []
-        assert "ClippingLamb updates a parameter by the values of others too" in lines[0]
+        text = "ClippingLamb is not compiled .*: it updates a parameter by the values of others too"
+        assert re.search(text, lines[0])
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 

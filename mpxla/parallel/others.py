@@ -1,0 +1,167 @@
+"""Parameters of other stages beside this rank's, for optimizers that look at all of them.
+
+An optimizer that computes one number of all its parameters gives other numbers on a share of them:
+Prodigy and D-Adaptation, SAM, and each that clips by a norm of its own. While such a one updates,
+copies of what the other ranks of the pipeline hold are in its param groups, with their gradients
+and state. So every rank computes the whole update, and keeps its part of it. All of that travels
+before every update, so that nothing has to be kept, saved or loaded here.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpxla.parallel.companions import optimizers_within, tensors_beside
+from mpxla.parallel.models import Models
+from mpxla.parallel.optimizer_state import OptimizerState, parameters_of
+from mpxla.parallel.state_dicts import to_host
+from mpxla.session import Session
+
+__all__ = ["ParametersOfOthers", "keeps_more_than_state"]
+
+
+def keeps_more_than_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps tensors that are neither numbers nor in the state of one.
+
+    It may expect one for every parameter, which there is not for those of other ranks.
+    """
+    known = {id(p) for p in parameters_of(optimizer)}
+    for inner in optimizers_within(optimizer):
+        states = [state for state in inner.state.values() if isinstance(state, dict)]
+        known |= {id(value) for state in states for value in state.values()}
+    return any(t.numel() > 1 and id(t) not in known for t in tensors_beside(optimizer))
+
+
+class ParametersOfOthers:
+    """Copies of the parameters that the other ranks of a pipeline hold, for one optimizer."""
+
+    def __init__(self, contents: OptimizerState, session: Session, models: Models):
+        self._optimizer, self._contents = contents.optimizer, contents
+        self._session, self._models = session, models
+        self._group = session.topology.pp_group(session.rank)
+        self._own: list[list[nn.Parameter]] | None = None
+        """Of each param group, while copies are in it."""
+        self._copies: dict[int, nn.Parameter] = {}
+        self._states: dict[int, list[Any]] = {}
+        """By position, for each optimizer within; while copies are in none."""
+
+    @contextlib.contextmanager
+    def there(self, what: str) -> Generator[None]:
+        """Around an update, which `what` names: copies are in the groups. Collective."""
+        if self._own is not None:  # a method of the optimizer calls another one
+            yield
+            return
+        before = self._copies, self._states  # a closure may call a method
+        self._copies, self._states, session = {}, {}, self._session
+        if self._is_placed:
+            with self._models.together(what, self._group), session.gathering(what, self._group):
+                self._fetch()
+            self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+            self._copies, self._states = before
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure without the copies, which have the gradients that it leaves from then on."""
+
+        def called() -> Any:
+            was_placed = self._is_placed
+            self._leave()
+            result = closure()
+            if not was_placed:  # its step call has cut the model
+                self._fetch()
+            else:
+                gradients = self._gathered(lambda held: held.grad)
+                for position, copy in self._copies.items():
+                    copy.grad = _moved(gradients[position], copy.device)
+            self._enter()
+            return result
+
+        return called
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether other ranks have what this one has not; all agree."""
+        return all(model.partitioned for model in self._contents.models)
+
+    def _fetch(self) -> None:
+        inner, device = optimizers_within(self._optimizer), torch.device("cpu")
+        own = {self._contents.positions[id(p)]: p for p in parameters_of(self._optimizer)}
+        for parameter in own.values():
+            device = parameter.device
+        everyone = self._gathered(
+            lambda held: [
+                held.detach(),
+                held.requires_grad,
+                held.grad,
+                [dict(optimizer.state.get(held) or {}) for optimizer in inner],
+            ]
+        )
+        for position in sorted(everyone.keys() - own.keys()):
+            value, is_trained, gradient, states = everyone[position]
+            copy = nn.Parameter(_moved(value, device), requires_grad=is_trained)
+            copy.grad = _moved(gradient, device)
+            self._copies[position] = copy
+            self._states[position] = [
+                {key: _moved(v, device) if _is_like(v, value) else v for key, v in state.items()}
+                for state in states
+            ]
+
+    def _gathered(self, of: Callable[[nn.Parameter], Any]) -> dict[int, Any]:
+        """Something of the parameters of all ranks, on the host, by position."""
+        positions = self._contents.positions
+        own = {positions[id(p)]: of(p) for p in parameters_of(self._optimizer)}
+        own = to_host(own, self._session.backend)
+        merged: dict[int, Any] = {}
+        for part in self._session.state_objects.allgather(own, self._group):
+            merged = {**part, **merged}  # a tied one has its first holder's
+        return merged
+
+    def _enter(self) -> None:
+        groups, positions = self._optimizer.param_groups, self._contents.positions
+        self._own = [list(group["params"]) for group in groups]
+        stop = 0
+        for number, (own, size) in enumerate(
+            zip(self._own, self._contents.group_sizes, strict=True)
+        ):
+            start, stop = stop, stop + size
+            held = {positions[id(p)]: p for p in own}
+            held |= {at: p for at, p in self._copies.items() if start <= at < stop}
+            self._show(number, [held[position] for position in sorted(held)])
+        for number, optimizer in enumerate(optimizers_within(self._optimizer)):
+            for position, states in self._states.items():
+                if states[number]:
+                    optimizer.state[self._copies[position]] = states[number]
+        self._models.sees_all = True
+
+    def _leave(self) -> None:
+        if self._own is None:
+            return
+        self._models.sees_all = False
+        inner = optimizers_within(self._optimizer)
+        for position, copy in self._copies.items():
+            self._states[position] = [optimizer.state.pop(copy, {}) for optimizer in inner]
+        for number, own in enumerate(self._own):
+            self._show(number, own)
+        self._own = None
+
+    def _show(self, number: int, parameters: list[nn.Parameter]) -> None:
+        """Lets a param group have these; optimizers within may have groups, or lists, in common."""
+        before = list(self._optimizer.param_groups[number]["params"])
+        for optimizer in optimizers_within(self._optimizer):
+            for group in optimizer.param_groups[number : number + 1]:
+                if list(map(id, group["params"])) == list(map(id, before)):
+                    group["params"][:] = parameters
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _moved(value: torch.Tensor | None, device: torch.device) -> Any:
+    return None if value is None else value.to(device)
