@@ -4,6 +4,7 @@ Torch's own are known. Any other is tried on small host tensors: whole, and as t
 This module must not know how parameters are divided.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,11 @@ ELEMENTWISE = (
     optim.Rprop,
     optim.SGD,
 )
-_SCALES = (1.0, 100.0, 0.01)
-"""Of the gradients of a trial's steps: on both sides of any limit that somebody clips at."""
+_SCALES = (1.0, 100.0, 0.01) * 10
+"""Of the gradients of a trial's steps: on both sides of any limit that somebody clips at. So many,
+because some begin late with what they do to whole tensors (Shampoo after 25), or rarely (AdamP)."""
+_SHAPES = ((4, 6), (2, 3, 2, 2), (160, 150))
+"""Of a trial: optimizers treat kernels otherwise, or what is large (Adafactor, those of 8 bits)."""
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, key: str) -> None:
@@ -92,30 +96,35 @@ def _mixes(optimizer: torch.optim.Optimizer, has_closure: bool) -> bool:
 
 
 def _trial_fails(optimizer: torch.optim.Optimizer) -> str | None:
-    """What goes wrong on a whole tensor [4, 6] and on two flat parts of it, if anything does."""
-    with python_random_kept(), torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        start = torch.randn(4, 6)
-        gradients = [torch.randn(4, 6) * scale for scale in _SCALES]
-    try:
-        whole = _trained(optimizer, [start], [[g] for g in gradients])
-        parts = _trained(
-            optimizer,
-            [start.flatten()[:7], start.flatten()[7:]],
-            [[g.flatten()[:7], g.flatten()[7:]] for g in gradients],
-        )
-    except Exception as error:  # an optimizer that was not made for this may raise anything
-        mode = ". If it has a mode for training, call optimizer.train() before it is wrapped"
-        text = f"a trial of it raised {type(error).__name__}: {str(error).rstrip('.')}"
-        return text + (mode if hasattr(optimizer, "train") else "")
-    is_equal = torch.equal(whole.values[0].flatten(), torch.cat(parts.values))
-    return None if is_equal else "a trial on flat parts gave other numbers"
+    """What goes wrong on whole tensors and on two flat parts of each, if anything does."""
+    for shape in _SHAPES:
+        with python_random_kept(), torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            start = torch.randn(shape)
+            gradients = [torch.randn(shape) * scale for scale in _SCALES]
+        cut = start.numel() // 3
+        try:
+            whole = _trained(optimizer, [start], [[g] for g in gradients])
+            parts = _trained(
+                optimizer,
+                [start.flatten()[:cut], start.flatten()[cut:]],
+                [[g.flatten()[:cut], g.flatten()[cut:]] for g in gradients],
+            )
+        except Exception as error:  # an optimizer that was not made for this may raise anything
+            mode = ". If it has a mode for training, call optimizer.train() before it is wrapped"
+            text = f"a trial of it raised {type(error).__name__}: {str(error).rstrip('.')}"
+            return text + (mode if hasattr(optimizer, "train") else "")
+        are_equal = torch.equal(whole.values[0].flatten(), torch.cat(parts.values))
+        if not are_equal or any(of_part != whole.states[0] for of_part in parts.states):
+            return "a trial on flat parts gave other numbers"
+    return None
 
 
 class _Trained(NamedTuple):
-    """What a trial has come to: the parameters, and the optimizer's numbers of all of them."""
+    """What a trial has come to: the parameters, and numbers of each of them and of all."""
 
     values: list[torch.Tensor]
+    states: list[str]
     numbers: str
 
 
@@ -137,14 +146,18 @@ def _trained(
 
         closure()
         twin.step(closure) if has_closure else twin.step()
-    kept = [v for group in twin.param_groups for v in group.values()]
-    kept += own_attributes(twin).values()
-    numbers = [
-        float(value)
-        for value in kept
-        if isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)
-    ]
-    return _Trained([parameter.detach() for parameter in parameters], str(numbers))  # some are nan
+    of_groups = [value for group in twin.param_groups for value in group.values()]
+    return _Trained(
+        [parameter.detach() for parameter in parameters],
+        [_numbers_in(twin.state.get(parameter, {}).values()) for parameter in parameters],
+        _numbers_in([*of_groups, *own_attributes(twin).values()]),
+    )
+
+
+def _numbers_in(kept: Collection[Any]) -> str:
+    """Numbers in plain text, which is equal for nan as well."""
+    are = (isinstance(v, int | float) or (torch.is_tensor(v) and v.numel() == 1) for v in kept)
+    return str([float(value) for value, is_one in zip(kept, are, strict=True) if is_one])
 
 
 def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
