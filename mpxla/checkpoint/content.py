@@ -77,7 +77,8 @@ def local_inventory(
         else:
             raise CheckpointError(
                 f"the optimizer's state {piece.key!r} of {piece.name} is a "
-                f"{type(piece.value).__name__}; checkpoints hold tensors and numbers. Save with "
+                f"{type(piece.value).__name__}; checkpoints hold tensors, numbers, and lists and "
+                f"dictionaries of them. Save with "
                 f"smp.save(optimizer.local_state_dict(), ...) instead."
             )
     return Inventory(values, numbers, own)

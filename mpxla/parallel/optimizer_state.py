@@ -18,6 +18,7 @@ from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
 from mpxla.nn.shards import Shard
 from mpxla.parallel.loss_scale import LossScale
+from mpxla.parallel.nested_state import flattened, restored
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -148,13 +149,15 @@ class OptimizerState:
         found = dict(state)
         for position, shard in self.shards().items():
             if isinstance(found.get(position), Mapping):
-                entry = found[position]
-                found[position] = {
-                    key: shard.take(value)
-                    if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.whole
-                    else value
-                    for key, value in entry.items()
-                }
+                entry = flattened(found[position])
+                found[position] = restored(
+                    {
+                        key: shard.take(value)
+                        if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.whole
+                        else value
+                        for key, value in entry.items()
+                    }
+                )
         return found
 
     def with_whole_tensors(
@@ -168,7 +171,7 @@ class OptimizerState:
         own = {
             position: {
                 key: value
-                for key, value in state[position].items()
+                for key, value in flattened(state[position]).items()
                 if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.shape
             }
             for position, shard in shards.items()
@@ -178,7 +181,7 @@ class OptimizerState:
         for position, entry in own.items():
             join = shards[position].join
             whole = {key: join([other[position][key] for other in everyone]) for key in entry}
-            found[position] = {**state[position], **whole}
+            found[position] = restored({**flattened(state[position]), **whole})
         return found
 
     def _load_picked(self, full: Mapping[str, Any]) -> None:
@@ -266,7 +269,7 @@ class OptimizerState:
         for parameter in parameters_of(self.optimizer):
             position, part = self.positions[id(parameter)], self._range_of(parameter)
             name, shard = names[position], shards.get(position)
-            state = dict(self.optimizer.state.get(parameter, {}))
+            state = flattened(self.optimizer.state.get(parameter, {}))
             if self.pieces.is_wide(parameter):
                 state[MASTER_KEY] = parameter
             for key, value in state.items():
@@ -312,7 +315,7 @@ class OptimizerState:
                     entry[key] = saved.whole(kind, name, key, shard)
             entry.update(index.numbers.get(name, {}))
             if entry:
-                state[position] = entry
+                state[position] = restored(entry)
         self._load_picked({"state": state, "param_groups": self.optimizer.param_groups})
 
     def group_settings(self) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from mpxla.errors import CheckpointError, MpxlaError
 from mpxla.log import warn_once
+from mpxla.parallel.nested_state import flattened, restored
 from mpxla.parallel.state_dicts import HELD_KEY, by_position
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update_copy import Range, UpdateCopy
@@ -89,9 +90,9 @@ class OptimizerPieces:
             self._optimizer.state[copy.parameter] = self._made_anew(copy.parameter, group)
         elif state:
             cut = state if copy.extent is None else cut_state(state, copy.shape, *copy.extent)
-            self._optimizer.state[copy.parameter] = {
-                key: _widened(value, copy.parameter) for key, value in cut.items()
-            }
+            flat = flattened(cut)
+            wide = {key: _widened(value, copy.parameter) for key, value in flat.items()}
+            self._optimizer.state[copy.parameter] = restored(wide)
         return [copy.parameter]
 
     def _made_anew(self, piece: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,12 +287,14 @@ def cut_state(
 
     The state has tensors of the parameter's shape, and values such as a step count.
     """
-    return {
-        key: value.reshape(-1)[start:stop].clone()
-        if isinstance(value, torch.Tensor) and value.shape == torch.Size(shape)
-        else value
-        for key, value in state.items()
-    }
+    return restored(
+        {
+            key: value.reshape(-1)[start:stop].clone()
+            if isinstance(value, torch.Tensor) and value.shape == torch.Size(shape)
+            else value
+            for key, value in flattened(state).items()
+        }
+    )
 
 
 def join_states(
@@ -314,7 +317,7 @@ def join_states(
                 whole[position] = dict(state) if isinstance(state, Mapping) else state
                 continue
             extent, shape = ranges[position]
-            found.setdefault(position, []).append((extent, state, shape))
+            found.setdefault(position, []).append((extent, flattened(state), shape))
     joined = {position: _joined(position, pieces) for position, pieces in found.items()}
     return by_position({**whole, **joined})
 
@@ -344,4 +347,4 @@ def _joined(
                 f"partial states of all replicas, each on the rank that saved it."
             )
         joined[key] = torch.cat(values).view(shape) if any(is_cut) else value
-    return joined
+    return restored(joined)

@@ -43,7 +43,7 @@ class StatePiece(NamedTuple):
     name: str
     """The parameter."""
     key: str
-    """State key, such as "exp_avg"."""
+    """State key, such as "exp_avg", or "Q[0]" of what is in a list, see `nested_state`."""
     value: Any
     """Tensor, on any device, or a number."""
     shape: tuple[int, ...] | None = None

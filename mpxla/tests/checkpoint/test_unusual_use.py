@@ -210,6 +210,65 @@ def test_state_that_belongs_to_no_parameter_is_kept(stages, tmp_path):
     assert results[0][0] == pytest.approx(train_with_state_of_no_parameter()[2:], rel=1e-5)
 
 
+class WithBuffers(torch.optim.Optimizer):
+    """Keeps a buffer for every momentum, as AggMo does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["buffers"] = {rate: torch.zeros_like(parameter) for rate in (0.0, 0.9)}
+                    state["counts"] = [0, {"more": 1}]
+                for rate, buffer in state["buffers"].items():
+                    buffer.mul_(rate).add_(parameter.grad)
+                    parameter.sub_(buffer, alpha=group["lr"] / 2)
+                state["counts"][0] += 1
+
+
+def keep_nested_state(path):
+    """Saved from two stages; loaded where replicas divide it, in two ways."""
+    run = Run(2, optimizer=WithBuffers)
+    run.train(2)
+    run.save(path, "kept")
+    full = run.optimizer.state_dict(), run.model.state_dict()
+    run.train(2)
+    expected = run.optimizer.state_dict(), run.model.state_dict()
+    smp.shutdown()
+    found = []
+    for is_file in (True, False):
+        run = Run(1, seed=50, optimizer=WithBuffers, replicas=2, shard_optimizer_state=True)
+        run.resume(path, load_optimizer=is_file)
+        if not is_file:
+            run.optimizer.load_state_dict(full[0])
+            run.model.load_state_dict(full[1])
+        run.train(2)
+        found.append((run.optimizer.state_dict(), run.model.state_dict()))
+        smp.shutdown()
+    return expected, found
+
+
+@pytest.mark.slow
+def test_nested_state_of_a_parameter_is_kept(tmp_path):
+    for (state, weights), found in run_ranks(keep_nested_state, 2, str(tmp_path)):
+        for other_state, other in found:
+            for name, value in weights.items():
+                if "norm" not in name:  # each replica counts its own batches
+                    torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                {n: of["buffers"] for n, of in other_state["state"].items()},
+                {n: of["buffers"] for n, of in state["state"].items()},
+                rtol=1e-3,
+                atol=1e-4,
+            )
+            assert other_state["state"][0]["counts"] == [4, {"more": 1}]
+
+
 # --- moments ------------------------------------------------------------------------------------
 
 
