@@ -48,6 +48,50 @@ class ClippingDescent(SignDescent):
                 p.sub_(group["lr"] * p.grad * (10.0 / p.grad.norm()).clamp(max=1.0))
 
 
+class OfKernels(SignDescent):
+    """Divides by the norm of the gradient of kernels."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / (p.grad.norm() if p.dim() == 4 else 1.0))
+
+
+class OfLarge(SignDescent):
+    """Divides by the norm of the gradient of large matrices."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                is_large = p.dim() == 2 and min(p.shape) >= 128
+                p.sub_(group["lr"] * p.grad / (p.grad.norm() if is_large else 1.0))
+
+
+class Late(SignDescent):
+    """Divides by the norm of the gradient from some step on."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / (p.grad.norm() if group["steps"] > 25 else 1.0))
+
+
+class Switching(SignDescent):
+    """Counts a number of the whole gradient, which might matter much later."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["moved"] = state.get("moved", 0.0) + p.grad.norm().item()
+                p.sub_(group["lr"] * (p.grad if state["moved"] < 1e9 else 0))
+
+
 class Lamb(SignDescent):
     """Scales every update by the norm of its parameter."""
 
@@ -82,7 +126,10 @@ def test_elementwise_optimizers_pass(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [optim.LBFGS, optim.Adafactor, optim.Muon, NormedDescent, ClippingDescent, ClippingLamb],
+    [
+        *(optim.LBFGS, optim.Adafactor, optim.Muon, NormedDescent, ClippingDescent, ClippingLamb),
+        *(OfKernels, OfLarge, Late, Switching),
+    ],
 )
 def test_others_are_refused(kind):
     text = rf"^shard_gradients divides .* {kind.__name__} needs whole tensors: .* SGD, or"

@@ -1,0 +1,53 @@
+"""From which state optimizers start."""
+
+import pytest
+import torch
+from torch import optim
+
+from mpxla.parallel.update_state import starts_from_zeros
+
+pytestmark = pytest.mark.unit
+
+
+class WithMeans(optim.Optimizer):
+    """Keeps means over columns of some parameters, in the place of all elements."""
+
+    takes_means = staticmethod(lambda p: False)
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient, key = p.grad, "all"
+                if self.takes_means(p):
+                    gradient, key = p.grad.flatten(1).mean(1), "means"
+                self.state[p].setdefault(key, torch.zeros_like(gradient)).add_(gradient)
+
+
+class OfMatrices(WithMeans):
+    takes_means = staticmethod(lambda p: p.dim() == 2)
+
+
+class OfKernels(WithMeans):
+    takes_means = staticmethod(lambda p: p.dim() == 4)
+
+
+class OfLarge(WithMeans):
+    takes_means = staticmethod(lambda p: p.dim() == 2 and min(p.shape) >= 128)
+
+
+@pytest.mark.parametrize("kind", [OfMatrices, OfKernels, OfLarge])
+def test_what_has_other_state_for_some_parameters_makes_it_itself(kind):
+    assert starts_from_zeros(kind([torch.nn.Parameter(torch.ones(3))])) is None
+
+
+@pytest.mark.parametrize("kind", [WithMeans, optim.SGD, optim.AdamW])
+def test_others_start_from_zeros(kind):
+    found = starts_from_zeros(kind([torch.nn.Parameter(torch.ones(3))]))
+    assert found is not None
+    assert set(found) == {WithMeans: {"all"}, optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}}.get(
+        kind, set()
+    )
