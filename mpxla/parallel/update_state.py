@@ -62,16 +62,24 @@ def share_counters(
 
 
 def counts_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """The entries of a parameter's state that are one number, as counts of steps are.
+    """The entries of a parameter's state that are one number, whatever its gradients are.
 
-    The state of a parameter that is one number itself (a temperature, a scale) does not show that:
-    its moments are numbers too, and are not to be shared.
+    Counts of steps are. NovoGrad's mean of the gradient's norm is not, nor are the moments of a
+    parameter that is one number itself (a temperature, a scale): parameters cannot share those.
     """
     try:
         _, state = _tried(optimizer, (3,), torch.float32, None)
+        _, other = _tried(optimizer, (3,), torch.float32, None, factor=3.0)
+        _, before = _tried(optimizer, (3,), torch.float32, None, num_steps=1)
     except Exception:  # an optimizer may raise anything on what it was not written for
         return frozenset({"step"})
-    return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0)
+    numbers = {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
+    # What has not moved may begin to later, as an estimate that only grows.
+    return frozenset(
+        k
+        for k in numbers
+        if torch.equal(state[k], other[k]) and not torch.equal(state[k], before[k])
+    )
 
 
 def start_from_zeros(
@@ -175,8 +183,13 @@ def _tried(
     dtype: torch.dtype,
     zeros: Mapping[str, torch.Tensor] | None,
     has_gradients: bool = True,
+    factor: float = 1.0,
+    num_steps: int = 2,
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Parameters and state after two steps of a copy, which starts from zeros like those given."""
+    """Parameters and state after steps of a copy, which starts from zeros like those given.
+
+    Gradients are multiplied by a factor.
+    """
 
     def numbers(*values: float) -> torch.Tensor:
         size = math.prod(shape)
@@ -196,9 +209,9 @@ def _tried(
             [{**g, "params": [p]} for g, p in zip(groups, parameters, strict=True)],
             state,
         )
-        for scale in (1.0, -0.4):
+        for scale in (1.0, -0.4)[:num_steps]:
             for parameter in parameters:
                 gradient = numbers(0.5, 0.25, -2.0, 1.5, -0.75, 0.125) * scale
-                parameter.grad = gradient if has_gradients else None
+                parameter.grad = gradient * factor if has_gradients else None
             type(optimizer).step(clone)
     return [p.detach() for p in parameters], clone.state[parameters[0]]

@@ -37,7 +37,28 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn_like(p) * 0)
 
 
+class ByMeanNorms(torch.optim.Optimizer):
+    """Keeps one number for every parameter, which follows its gradient, as NovoGrad does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.state[p] |= {"step": torch.tensor(0.0), "mean": torch.zeros(())}
+                    state = self.state[p]
+                    state["step"] += 1
+                    state["mean"].lerp_(p.grad.square().sum(), 0.3)
+                    scale = (state["mean"] / (1 - 0.7 ** state["step"])).sqrt()
+                    p.sub_(p.grad * (group["lr"] / scale))
+
+
 OPTIMIZERS = {
+    "Mean norms": ByMeanNorms,
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD momentum": lambda p: torch.optim.SGD(
         p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01

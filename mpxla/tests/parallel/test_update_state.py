@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import optim
 
-from mpxla.parallel.update_state import starts_from_zeros
+from mpxla.parallel.update_state import counts_of, starts_from_zeros
+from mpxla.tests.parallel.test_update import ByMeanNorms
 
 pytestmark = pytest.mark.unit
 
@@ -51,3 +52,23 @@ def test_others_start_from_zeros(kind):
     assert set(found) == {WithMeans: {"all"}, optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}}.get(
         kind, set()
     )
+
+
+class Growing(ByMeanNorms):
+    """Keeps an estimate, which first moves where gradients are large."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                estimate = self.state[p].setdefault("estimate", torch.tensor(50.0))
+                torch.maximum(estimate, p.grad.norm(), out=estimate)
+
+
+def test_numbers_that_follow_gradients_are_no_counts():
+    (held,) = parameters = [torch.nn.Parameter(torch.ones(3))]
+    assert counts_of(ByMeanNorms(parameters)) == counts_of(Growing(parameters)) == {"step"}
+    assert counts_of(optim.NAdam(parameters)) == {"step", "mu_product"}
+    assert counts_of(optim.ASGD(parameters)) >= {"step", "eta"}
+    assert held.grad is None
