@@ -4,7 +4,7 @@ Torch's own are known. Any other is tried on small host tensors: whole, and as t
 This module must not know how parameters are divided.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,13 @@ from torch import optim
 
 from mpxla.errors import ConfigError
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
-from mpxla.parallel.update_python import copied_attributes, own_attributes, refuse_outside_state
+from mpxla.parallel.nested_state import flattened
+from mpxla.parallel.update_python import (
+    copied_attributes,
+    own_attributes,
+    refuse_outside_state,
+    state_of_no_parameter,
+)
 from mpxla.parallel.update_trace import clone_optimizer
 from mpxla.python_random import python_random_kept
 
@@ -77,7 +83,7 @@ def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
 def _mixes(optimizer: torch.optim.Optimizer, has_closure: bool) -> bool:
     with python_random_kept(), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        starts = [torch.randn(4, 6), torch.randn(5)]
+        starts = [torch.randn(shape, dtype=torch.float64) for shape in ((4, 6), (5,))]
         gradients = [[torch.randn_like(s) * scale for s in starts] for scale in _SCALES]
         try:
             refuse_outside_state(type(optimizer))
@@ -151,18 +157,25 @@ def _trained(
 
         closure()
         twin.step(closure) if has_closure else twin.step()
-    of_groups = [value for group in twin.param_groups for value in group.values()]
+    of_all = [value for group in twin.param_groups for value in group.values()]
+    of_all += [*own_attributes(twin).values(), *flattened(state_of_no_parameter(twin)).values()]
     return _Trained(
         [parameter.detach() for parameter in parameters],
         [_numbers_in(twin.state.get(parameter, {}).values()) for parameter in parameters],
-        _numbers_in([*of_groups, *own_attributes(twin).values()]),
+        _numbers_in(of_all, largest=64),
     )
 
 
-def _numbers_in(kept: Collection[Any]) -> str:
-    """Numbers in plain text, which is equal for nan as well."""
-    are = (isinstance(v, int | float) or (torch.is_tensor(v) and v.numel() == 1) for v in kept)
-    return str([float(value) for value, is_one in zip(kept, are, strict=True) if is_one])
+def _numbers_in(kept: Iterable[Any], largest: int = 1) -> str:
+    """Numbers and small tensors in plain text, which is equal for nan as well."""
+    return str(
+        [
+            value.tolist() if torch.is_tensor(value) else value
+            for value in kept
+            if isinstance(value, int | float)
+            or (torch.is_tensor(value) and value.numel() <= largest)
+        ]
+    )
 
 
 def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Any:

@@ -55,12 +55,22 @@ def clone_optimizer(
     shared = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state")}
     own = copied_attributes(optimizer) if own is None else own
     vars(clone).update({**shared, **own, **hooks})
-    clone.param_groups = [
+    copied = [
         {k: v if k in ("params", "lr") else copy.deepcopy(v) for k, v in group.items()}
         for group in groups
     ]
     rest = {k: copy.deepcopy(v) for k, v in state_of_no_parameter(optimizer).items()}
-    clone.state = defaultdict(dict, {**rest, **state})
+    within = [
+        part
+        for name, part in own.items()
+        if isinstance(part, torch.optim.Optimizer) and part is not getattr(optimizer, name)
+    ]
+    for inner in within:  # an LR scheduler's `step` is bound to the one that was copied
+        vars(inner).pop("step", None)
+    for name, value in (("param_groups", copied), ("state", defaultdict(dict, {**rest, **state}))):
+        is_shown = isinstance(getattr(type(optimizer), name, None), property)
+        for holder in within if is_shown else [clone]:  # a wrapper shows those of the one within
+            setattr(holder, name, value)
     return clone
 
 
