@@ -37,6 +37,7 @@ from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.parallel.update_state import (
     counts_of,
     idles_without_gradients,
+    makes_such_state,
     share_counters,
     start_from_zeros,
     starts_from_zeros,
@@ -261,6 +262,9 @@ class CompiledUpdate:
             self._starts[dtype] = starts_from_zeros(self._optimizer, dtype)
         if any(self._starts[parameter.dtype] is None for parameter in new):
             return False  # the inner optimizer makes the state in a step of its own
+        fresh = [[p for p in group if not states.get(p)] for group in trained]
+        if not makes_such_state(self._optimizer, fresh, self._starts):
+            return False
         starts = {p: self._starts[p.dtype] or {} for p in new}
         start_from_zeros(states, starts, self._backend)
         share_counters(states, new, self._backend, self._counts)

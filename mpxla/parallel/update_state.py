@@ -18,6 +18,7 @@ __all__ = [
     "counts_of",
     "dtypes_of_start",
     "idles_without_gradients",
+    "makes_such_state",
     "share_counters",
     "start_from_zeros",
     "starts_from_zeros",
@@ -139,6 +140,43 @@ def starts_from_zeros(
     if vector is None or any(o is None or o.keys() != vector.keys() for o in others):
         return None
     return vector
+
+
+def makes_such_state(
+    optimizer: torch.optim.Optimizer,
+    new: Sequence[Sequence[torch.Tensor]],
+    starts: Mapping[torch.dtype, Mapping[str, torch.Tensor] | None],
+) -> bool:
+    """Whether parameters get state of the form that was found of small ones.
+
+    Some optimizers factor the moments of matrices from a size on. A step on tensors without values
+    tells; one that needs values gets its state in a first step that is not compiled.
+
+    Args:
+        optimizer: the optimizer, with its groups.
+        new: for each group, the parameters that have no state.
+        starts: by dtype, what `starts_from_zeros` found.
+    """
+    groups: list[dict[str, Any]] = []
+    for group, parameters in zip(optimizer.param_groups, new, strict=True):
+        kinds = {(p.shape, p.dtype): p for p in parameters}.values()
+        stand_ins = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in kinds]
+        for stand_in in stand_ins:
+            stand_in.grad = torch.empty_like(stand_in)
+        settings = {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
+        groups.append({**settings, "params": stand_ins})
+    try:
+        with python_random_kept(), torch.random.fork_rng(devices=()):
+            clone = clone_optimizer(optimizer, groups, {})
+            type(optimizer).step(clone)
+    except Exception:  # an optimizer may raise anything on what it was not written for
+        return False
+    return all(
+        {key: value.shape for key, value in clone.state.get(p, {}).items()}
+        == {key: _spec_of_start(value, p).shape for key, value in (starts[p.dtype] or {}).items()}
+        for group in groups
+        for p in group["params"]
+    )
 
 
 def _start_of(

@@ -57,8 +57,31 @@ class ByMeanNorms(torch.optim.Optimizer):
                     p.sub_(p.grad * (group["lr"] / scale))
 
 
+class Factoring(torch.optim.Optimizer):
+    """Keeps the second moment of what is large by columns, and of other parameters as a whole."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    square, state = p.grad * p.grad, self.state[p]
+                    if p.shape[0] >= 4:
+                        name, square = "columns", square.mean(dim=0)
+                    else:
+                        name = "moment"
+                    if not state:
+                        state[name] = torch.zeros_like(square)
+                    state[name].mul_(0.9).add_(square)
+                    p.sub_(group["lr"] * p.grad / (state[name].sqrt() + 1.0))
+
+
 OPTIMIZERS = {
     "Mean norms": ByMeanNorms,
+    "Factoring": Factoring,
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD momentum": lambda p: torch.optim.SGD(
         p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
