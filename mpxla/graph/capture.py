@@ -22,7 +22,7 @@ from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.answers import Answers, Undecided
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
-from mpxla.graph.capture_counts import Counts
+from mpxla.graph.capture_counts import Counts, RaisesError, without_exception
 from mpxla.graph.capture_flags import Flags, ThawedError
 from mpxla.graph.capture_hooks import (
     optimizers_refused,
@@ -324,6 +324,7 @@ class _StepModule(nn.Module):
                 checks = {
                     Check.FINITE: semantics.constants.finite().items(),
                     Check.COUNTED: semantics.constants.shapes.counted,
+                    Check.NO_ROWS: self._counts.denied,
                     Check.ROWS: self._counts.asked,
                 }
                 for check, found in checks.items():
@@ -432,11 +433,12 @@ def capture_step(
     kept, left = kept or Kept(), {} if left is None else left  # the function fills it
     thawed = set() if thawed is None else thawed
     asked = _Asked(function, model, leaves, canonical_names, known, kept, answers, left, thawed)
-    step = _captured(asked)
+    step, raises_at = without_exception(lambda lines: _captured(asked, raises_at=lines))
     if step.is_question:
         return as_question(step)
     lines = {check.label for check in step.prints if check.check is Check.ROWS}
-    harmless = {line for line in lines if needs_no_rows(step, line, _captured(asked, line))}
+    others = {line: _captured(asked, line, raises_at) for line in lines}
+    harmless = {line for line, other in others.items() if needs_no_rows(step, line, other)}
     if known is None and lines - harmless:
         raise ValueNeededError(
             f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
@@ -461,15 +463,18 @@ def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:
 _SUPPOSED = {
     Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
     Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
+    Check.NO_ROWS: ("raises an exception{line} where a mask is true anywhere", "it were not"),
     Check.COUNTED: ("counts values{line}", "all were below the minlength that it gives"),
 }
 
 
-def _captured(asked: _Asked, none_at: str | None = None) -> StepGraph:
+def _captured(
+    asked: _Asked, none_at: str | None = None, raises_at: frozenset[str] = frozenset()
+) -> StepGraph:
     """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, known, canonical_names = asked.model, asked.known, asked.canonical_names
-    counts = Counts(none_at)
+    counts = Counts(none_at, raises_at)
     wrapper = _StepModule(asked, counts)
     returned = wrapper.returned
     named = [*model.named_parameters()]
@@ -514,6 +519,8 @@ def _captured(asked: _Asked, none_at: str | None = None) -> StepGraph:
             is_supposed = counts.has_unknown or counts.asked
             if is_supposed and not is_final and not isinstance(error, MpxlaError):
                 explained = ValueNeededError(f"{type(error).__name__}: {error}")
+            if counts.last is not None and not isinstance(explained, MpxlaError):
+                raise RaisesError(counts.last, explained) from error
             raise explained from error
     if returned.num_objectives:
         refuse_gradient_hooks(model)

@@ -11,7 +11,7 @@ This module must not know what becomes of the rows.
 import builtins
 import contextlib
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -25,7 +25,9 @@ from mpxla.graph.number import NeedsValueError
 from mpxla.graph.typed import symbolic_numbers
 from mpxla.graph.user_code import at_user_line, is_called_by_user
 
-__all__ = ["Counts", "check_counts"]
+__all__ = ["Counts", "RaisesError", "check_counts", "without_exception"]
+
+_Captured = TypeVar("_Captured")
 
 _nonzero = torch.ops.aten.nonzero.default
 _SUPPOSED = 1_000_003
@@ -54,14 +56,22 @@ class Counts:
     Args:
         none_at: the user's line, as `at_user_line` gives it, where the answer is that there are no
             rows.
+        raises_at: lines where it is the same answer, since the function raises an exception
+            otherwise; what they ask is noted.
 
     Attributes:
-        asked: where the user's code asks whether there are rows, and the mask, in order.
+        asked: where the user's code asks whether there are rows, and whether the mask is true
+            somewhere, in order.
+        denied: the same for `raises_at`, and whether it is true nowhere.
+        last: the line that asked last.
     """
 
-    def __init__(self, none_at: str | None = None) -> None:
+    def __init__(self, none_at: str | None = None, raises_at: frozenset[str] = frozenset()) -> None:
         self.asked: list[tuple[str, torch.Tensor]] = []
+        self.denied: list[tuple[str, torch.Tensor]] = []
+        self.last: str | None = None
         self.none_at = none_at
+        self._raises_at = raises_at
         self._truth_of: Callable[[torch.Tensor], bool | None] = lambda mask: None
         self._masks: dict[sympy.Symbol, torch.Tensor] = {}
         # What a tensor says of a mask.
@@ -103,6 +113,7 @@ class Counts:
             truth_of: whether a mask is true anywhere, if its value is known; else None.
         """
         self.asked.clear()
+        self.denied.clear()
         self._truth_of = truth_of
         truth: Any = torch.SymBool.__bool__
         index: Any = torch.SymInt.__index__
@@ -149,7 +160,10 @@ class Counts:
         known = self._truth_of(mask)
         if known is not None:
             return not known
-        line = at_user_line()
+        self.last = line = at_user_line()
+        if line in self._raises_at:
+            self.denied.append((line, mask.any().logical_not()))
+            return True
         if line != self.none_at:
             self.asked.append((line, mask.any()))
         return line == self.none_at
@@ -226,3 +240,30 @@ def _holds(expr: Any) -> bool:
         expr.xreplace(dict.fromkeys(symbols, sympy.Integer(number))) == sympy.true
         for number in _SEVERAL
     )
+
+
+class RaisesError(BaseException):
+    """The function has raised an exception after it has asked whether a mask is true anywhere."""
+
+    def __init__(self, line: str, raised: Exception):
+        super().__init__(line, raised)
+        self.line, self.raised = line, raised
+
+
+def without_exception(
+    capture: Callable[[frozenset[str]], _Captured],
+) -> tuple[_Captured, frozenset[str]]:
+    """What is captured, and the lines where it supposes that masks are true nowhere.
+
+    They are supposed to be true somewhere, but where the function raises an exception then, as
+    `assert not (x > 100).any()` does.
+    """
+    lines, first = frozenset[str](), None
+    while True:
+        try:
+            return capture(lines), lines
+        except RaisesError as error:
+            first = first or error.raised
+            if error.line in lines:  # it raises one both ways
+                raise first from None
+            lines |= {error.line}

@@ -132,6 +132,8 @@ class Check(enum.Enum):
     """No value is NaN or infinite."""
     ROWS = "rows"
     """A mask is true somewhere."""
+    NO_ROWS = "no rows"
+    """A mask is true nowhere, where the function raises an exception if it is."""
     COUNTED = "counted"
     """`torch.bincount` has a place for every value."""
 

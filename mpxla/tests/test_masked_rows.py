@@ -132,6 +132,14 @@ def ask():
     def count(model, x, y):
         return torch.bincount(y.flatten(), minlength=9)
 
+    @smp.step
+    def checked(model, x, y):
+        loss = model(x, y)
+        if (model.module.model.gate(model.module.model.first(x)) > 50).any():
+            raise ValueError("too large")
+        model.backward(loss)
+        return loss
+
     gate = model.module.model.gate
     with torch.no_grad():
         gate.weight.zero_(), gate.bias.zero_()
@@ -143,18 +151,31 @@ def ask():
         step(model, *batch(1))
     with pytest.raises(StepError) as counted:
         count(model, *batch(1))
-    return str(error.value), str(counted.value), lines
+    with torch.no_grad():
+        gate.bias[1] = 0.0
+    assert checked(model, *batch(0)).reduce_mean().isfinite()
+    with torch.no_grad():
+        gate.bias[1] = 100.0
+    with pytest.raises(StepError) as large:
+        checked(model, *batch(0))
+    return str(error.value), str(counted.value), str(large.value), lines
 
 
 def test_a_branch_that_was_not_captured_is_an_error():
-    ((text, counted, lines),) = run_ranks(ask, 1)
+    ((text, counted, large, lines),) = run_ranks(ask, 1)
     line = r"at \S*test_chosen.py:\d+: if mask.any\(\):"
     assert re.search(rf"step: microbatch 0 has a mask that is true nowhere, .* asks {line}", text)
     assert "To train on, compute without the branch" in text
-    (told,) = [line for line in lines if "It is captured as if it were" in line]
+    (told,) = [line for line in lines if "It is captured as if it were," in line]
     assert re.search(rf"asks {line} whether a mask is true anywhere", told)
     assert any("is computed for all 15 rows" in line for line in lines)
     line = r"at \S*test_masked_rows.py:\d+: return torch.bincount"
     assert re.search(rf"count: microbatch \d has a value below zero, .* counts {line}", counted)
+    assert re.search(
+        r"checked: microbatch 0 has a mask that is true somewhere, .* raises an exception then at "
+        r"\S*test_masked_rows.py:\d+: if \(model",
+        large,
+    )
+    assert any("It is captured as if it were not, and every step" in line for line in lines)
     (told,) = [line for line in lines if "It is captured as if all were below the minl" in line]
     assert re.search(rf"the step function counts values {line}", told)
