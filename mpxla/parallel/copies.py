@@ -113,10 +113,17 @@ class DistributedCopy(PartitionedModule):
         self.tensors.place((names[n] for n in local if n in names), device)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As that of the model; also as part of the state dict of a module around the copy."""
+        """As that of the model; also as part of the state dict of a module around the copy.
+
+        Values that this rank has are not copied, if they are on the host (jax).
+        """
         destination = kwargs.pop("destination", None)
         prefix, _ = kwargs.pop("prefix", ""), kwargs.pop("keep_vars", None)
         full = super().state_dict(*args, **kwargs)
+        # As in torch, averages may be written to what a state dict holds: `value.lerp_(other, w)`.
+        for name, value in self.module.state_dict().items():
+            if value.device.type == "cpu" and value.shape == full[name].shape:
+                full[name] = value
         if destination is None:
             return {prefix + name: value for name, value in full.items()}
         destination.update({prefix + name: value for name, value in full.items()})

@@ -181,3 +181,32 @@ def test_copies_have_values_of_their_own():
         assert "with another one, or with the model itself" in texts[1]
         assert "Copies are for evaluation; train the model itself" in texts[2]
         assert "Pass the copy (or the AveragedModel) in the place of the model" in texts[3]
+
+
+def average_by_state_dict(config):
+    smp.init({**config, "device": "pjrt"})
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Net())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    averaged = copy.deepcopy(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        train_step(model, batch(step))
+        optimizer.step()
+        new = model.state_dict()
+        for name, value in averaged.state_dict().items():
+            value.copy_(new[name])
+    return (
+        averaged.state_dict(),
+        new,
+        evaluate(averaged, batch(2)).outputs,
+        evaluate(model, batch(2)).outputs,
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_averages_may_be_written_to_a_state_dict(world_size):
+    config = TWO if world_size == 2 else {}
+    for found, wanted, losses in run_ranks(average_by_state_dict, world_size, config):
+        torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+        assert torch.equal(*losses)
