@@ -43,6 +43,8 @@ MASTER_KEY = "master_param"
 _PREFIX = "_mpxla_"
 _STATE = f"{_PREFIX}state"
 """Of keys in the settings of the first group that belong to no group: the loss scale."""
+_REST = f"{_PREFIX}rest"
+"""What the state dict of the inner optimizer has beside state and groups."""
 _OF_RANK = ("params", "param_names")
 """Keys of a param group that are about this rank's parameters."""
 
@@ -80,6 +82,7 @@ class OptimizerState:
         self.group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._param_names = [_names_in(group) for group in optimizer.param_groups]
         self.pieces = OptimizerPieces(optimizer, self.positions)
+        self._saved_rest: dict[str, Any] = {}  # of a checkpoint whose entries are loaded later
 
     def notice_groups(self) -> bool:
         """Takes in groups that were added since; whether there are some."""
@@ -94,27 +97,51 @@ class OptimizerState:
 
     # --- by position ----------------------------------------------------------------------------
 
+    def _inner(self) -> tuple[dict[Any, Any], list[dict[str, Any]], dict[str, Any]]:
+        """The state dict of the inner optimizer: state, groups, and what it has beside them.
+
+        Optimizers that wrap others may have a form of their own.
+
+        Raises:
+            CheckpointError: there are several stages, and the rest may be about parameters.
+        """
+        rest = dict(self.optimizer.state_dict())
+        state, groups = rest.pop("state", {}), rest.pop("param_groups", None)
+        strange = [key for key, value in rest.items() if not _is_plain(value)]
+        if strange and any(model.num_stages > 1 for model in self.models):
+            raise CheckpointError(
+                f"the state dict of {type(self.optimizer).__name__} has {strange[0]!r} beside "
+                f"'state' and 'param_groups', and nobody knows how to put together that of several "
+                f"stages. Save optimizer.orig_state_dict() on every rank, and load it into the "
+                f"optimizer that was wrapped (optimizer.optimizer.load_state_dict), with the same "
+                f"stages."
+            )
+        return state, groups or self.optimizer.param_groups, rest
+
     def of_rank(self, is_divided: bool) -> dict[str, Any]:
         """The state of what this rank updates, on the host: of ranges of pieces, if divided."""
         self.pieces.renew()
-        inner = self.optimizer.state_dict()
+        inner, inner_groups, rest = self._inner()
         held = parameters_of(self.optimizer)
         local = [self.positions[id(p)] for p in held]
-        state = {
-            local[key] if isinstance(key, int) else key: entry
-            for key, entry in inner["state"].items()
-        }
+        state = {local[key] if isinstance(key, int) else key: entry for key, entry in inner.items()}
         for position, parameter in zip(local, held, strict=True):
             if self.pieces.is_wide(parameter):
                 state[position] = {**state.get(position, {}), MASTER_KEY: parameter}
         groups, first = [], 0
         for group, size, names in zip(
-            inner["param_groups"], self.group_sizes, self._param_names, strict=True
+            inner_groups, self.group_sizes, self._param_names, strict=True
         ):
             groups.append({**group, **names, "params": list(range(first, first + size))})
             first += size
-        values = to_host(state, self._backend)
-        partial = {"state": values, "param_groups": groups, PARTIAL_KEY: True, HELD_KEY: local}
+        values, rest = to_host(state, self._backend), to_host(rest, self._backend)
+        partial = {
+            **rest,
+            "state": values,
+            "param_groups": groups,
+            PARTIAL_KEY: True,
+            HELD_KEY: local,
+        }
         return {**partial, SHARD_KEY: self.pieces.ranges()} if is_divided else partial
 
     def check_groups(self, state_dict: Mapping[str, Any]) -> None:
@@ -123,8 +150,8 @@ class OptimizerState:
         Raises:
             ValueError: it has others.
         """
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != self.group_sizes:
+        sizes = [len(group["params"]) for group in state_dict.get("param_groups", ())]
+        if "param_groups" in state_dict and sizes != self.group_sizes:
             raise ValueError(
                 f"the optimizer state has param groups of sizes {sizes}, and this optimizer of "
                 f"sizes {self.group_sizes}; build the optimizer as it was when the state was saved."
@@ -194,7 +221,8 @@ class OptimizerState:
             else entry
             for number, entry in picked["state"].items()
         }
-        self.optimizer.load_state_dict(picked)
+        rest = {k: v for k, v in full.items() if k not in ("state", "param_groups")}
+        self.optimizer.load_state_dict({**rest, **picked})
 
     def _load_masters(self, find: Callable[[int], torch.Tensor | None]) -> None:
         """Masters take values that were saved, see `ParameterStore.load_masters`.
@@ -266,10 +294,11 @@ class OptimizerState:
         """State that this rank holds, by parameter name. Values are not copied."""
         self.pieces.renew()
         names, shards = self._names(), self.shards()
-        for parameter in parameters_of(self.optimizer):
+        inner, _, _ = self._inner()
+        for number, parameter in enumerate(parameters_of(self.optimizer)):
             position, part = self.positions[id(parameter)], self._range_of(parameter)
             name, shard = names[position], shards.get(position)
-            state = flattened(self.optimizer.state.get(parameter, {}))
+            state = flattened(inner.get(number, {}))
             if self.pieces.is_wide(parameter):
                 state[MASTER_KEY] = parameter
             for key, value in state.items():
@@ -316,7 +345,9 @@ class OptimizerState:
             entry.update(index.numbers.get(name, {}))
             if entry:
                 state[position] = restored(entry)
-        self._load_picked({"state": state, "param_groups": self.optimizer.param_groups})
+        groups = self.optimizer.param_groups
+        self._load_picked({**self._saved_rest, "state": state, "param_groups": groups})
+        self._saved_rest = {}
 
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
@@ -329,6 +360,8 @@ class OptimizerState:
         settings[0].update({f"{_PREFIX}{k}": v.state_dict() for k, v in self._numbers.items()})
         if kept := state_of_no_parameter(self.optimizer):
             settings[0][_STATE] = to_host(kept, self._backend)
+        if rest := self._inner()[2]:
+            settings[0][_REST] = to_host(rest, self._backend)
         return settings
 
     def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -351,6 +384,7 @@ class OptimizerState:
             group.update({k: other[k] for k in own_keys})
         first = saved[0] if saved else {}
         self.optimizer.state.update(first.get(_STATE, {}))
+        self._saved_rest = first.get(_REST, {})
         for name, numbers in self._numbers.items():
             if f"{_PREFIX}{name}" in first:
                 numbers.load_state_dict(first[f"{_PREFIX}{name}"])
@@ -364,3 +398,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _names_in(group: Mapping[str, Any]) -> dict[str, list[str]]:
     """The names that torch keeps of a group's parameters, if they were given with names."""
     return {"param_names": list(group["param_names"])} if "param_names" in group else {}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is the same on all ranks of a pipeline: numbers and texts, also in containers."""
+    if isinstance(value, (Mapping, list, tuple)):
+        parts = list(value.values() if isinstance(value, Mapping) else value)
+        return bool(parts) and all(map(_is_plain, parts))
+    return value is None or isinstance(value, (bool, int, float, str))

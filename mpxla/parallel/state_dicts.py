@@ -116,7 +116,9 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
             f"{len(missing)} parameters of the optimizer (positions {missing[:5]}...). Give every "
             f"rank the state that it saved, under as many ranks as then."
         )
-    return {"state": by_position(state), "param_groups": groups}
+    own = ("state", "param_groups", PARTIAL_KEY, HELD_KEY)
+    rest = {key: value for key, value in parts[0].items() if key not in own}
+    return {**rest, "state": by_position(state), "param_groups": groups}
 
 
 def by_position(state: Mapping[Any, Any]) -> dict[Any, Any]:
