@@ -44,7 +44,7 @@ from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_writes import HiddenWrites
-from mpxla.graph.carried import carried_of
+from mpxla.graph.carried import CarriedError, Form, carried_of, form_of
 from mpxla.graph.control_flow import CONTROL_FLOW
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged, restored
@@ -361,27 +361,35 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
     Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
 
     Raises:
-        CaptureError: the new tensor is not like the old one.
+        CarriedError: the new tensor has another shape, and the buffer is in no checkpoint: it is
+            to be an attribute, which may change its shape.
+        CaptureError: the same of a buffer that is in checkpoints.
     """
-    modules = [
-        (path, m._buffers, dict(m._buffers))  # pyright: ignore[reportPrivateUsage]
-        for path, m in model.named_modules()
-    ]
+    modules = [(path, m, dict(m._buffers)) for path, m in model.named_modules()]  # pyright: ignore[reportPrivateUsage]
     yield
-    for path, table, before in modules:
+    resized: list[tuple[nn.Module, str, Form]] = []
+    for path, module, before in modules:
+        table: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
         for name, old in before.items():
             new = table[name]
             if new is old:
                 continue
             table[name] = old
-            if old is None or new is None or new.shape != old.shape:
+            if old is not None and new is not None and new.shape == old.shape:
+                old.copy_(new.detach())
+                continue
+            form = form_of(new)
+            passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if form is None or name not in passing:
                 shapes = [None if t is None else list(t.shape) for t in (old, new)]
                 raise CaptureError(
                     f"The step function assigns to the buffer {path}{'.' if path else ''}{name} of "
                     f"shape {shapes[0]} a tensor of shape {shapes[1]}. Register it with the shape "
-                    f"that it keeps."
+                    f"that it keeps, or with persistent=False if checkpoints need not have it."
                 )
-            old.copy_(new.detach())
+            resized.append((module, name, form))
+    if resized:
+        raise CarriedError(resized)
 
 
 @contextlib.contextmanager

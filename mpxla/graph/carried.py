@@ -168,8 +168,8 @@ class Carried:
         wanted = self._wanted(self._found)
         self.is_turning = self.is_carrying and wanted != self._found
         self.before = vars(self.module).get(self.name, MISSING)
-        if self.is_carrying:
-            vars(self.module)[self.name] = None
+        if self._found is not None:
+            self._hide(self._found.spec)
         elif isinstance(self.before, (list, dict)):  # which the step may fill
             vars(self.module)[self.name] = copy.copy(self.before)
         places, own = self.tensors(), (self._found or wanted).tensors
@@ -196,8 +196,8 @@ class Carried:
         """
         value = self.value
         form = form_of(value)
-        if self.is_carrying:
-            vars(self.module)[self.name] = None
+        if self._found is not None:
+            self._hide(self._found.spec)
         if form is None and self.is_read:
             raise self._problem(form)
         if form is not None and form != self._wanted(self._found):
@@ -241,6 +241,14 @@ class Carried:
 
     def _give(self, leaves: Sequence[torch.Tensor], form: Form) -> None:
         vars(self.module)[self.name] = pytree.tree_unflatten(leaves, form.spec)
+
+    def _hide(self, spec: Any) -> None:
+        """Puts None in the place of tensors.
+
+        A dictionary keeps its keys: the module may look there for its attributes.
+        """
+        hidden = pytree.tree_unflatten([None] * spec.num_leaves, spec)
+        vars(self.module)[self.name] = hidden
 
     def _problem(self, left: Form | None) -> "FormError":
         return FormError(
@@ -304,8 +312,31 @@ class CarriedError(AgainError):
     def prepare(self) -> None:
         """Has the attributes carried from here on."""
         for module, name, form in self._left:
+            _make_attribute(module, name)
             carried = vars(module).setdefault(_CARRIED, {}).setdefault(name, Carried(module, name))
             carried.take_form(form, self._found)
+
+
+def _make_attribute(module: nn.Module, name: str) -> None:
+    """Makes a buffer a plain attribute, which may change its shape.
+
+    Raises:
+        CaptureError: its values are on another rank.
+    """
+    buffers: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
+    if name not in buffers:
+        return
+    value = buffers[name]
+    if value is not None and value.is_meta and value.numel():
+        raise CaptureError(
+            f"The step function assigns a tensor of another shape to the buffer {name} of a "
+            f"{type(module).__name__}, which is on its rank already. Register it with the shape "
+            f"that it keeps."
+        )
+    if value is not None:
+        value = value.cpu() if value.numel() else torch.zeros(value.shape, dtype=value.dtype)
+    del buffers[name]
+    vars(module)[name] = value
 
 
 def carry_written(model: nn.Module, written: Sequence[torch.Tensor]) -> None:

@@ -21,8 +21,10 @@ import torch
 import torch.export.exported_program as exported_program
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _is_preservable_cia_op  # pyright: ignore[reportPrivateUsage]
+from torch._higher_order_ops.utils import autograd_not_implemented
 from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnabled
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -57,7 +59,7 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     _read_tied_once(program)
     found = _composites(program.graph_module)
     limited = exchanged(exported_program, _collect_all_valid_cia_ops=lambda: found)
-    with limited, _regions_with_origin():
+    with limited, _regions_with_origin(), _derivatives_kept(program.graph_module):
         return program.run_decompositions({})
 
 
@@ -227,9 +229,35 @@ def _read_tied_once(program: torch.export.ExportedProgram) -> None:
 
 def _composites(module: fx.GraphModule) -> set[OpOverload]:
     """Composite operators of a program and of the programs in it."""
+    return {operator for operator in _operators(module) if _is_preservable_cia_op(operator)}
+
+
+def _operators(module: fx.GraphModule) -> set[OpOverload]:
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes}
-    return {t for t in targets if isinstance(t, OpOverload) and _is_preservable_cia_op(t)}
+    return {target for target in targets if isinstance(target, OpOverload)}
+
+
+@contextlib.contextmanager
+def _derivatives_kept(module: fx.GraphModule) -> Generator[None]:
+    """Users' operators that have a kernel for autograd stay operators, which it differentiates.
+
+    Torch would run that kernel, and have what it computes in the operator's place, without the
+    backwards of the `autograd.Function`s that it applies.
+    """
+    own = [t for t in _operators(module) if t.namespace != "aten" and _has_derivative(t)]
+    with contextlib.ExitStack() as stack:
+        for operator in own:
+            below = autograd_not_implemented(operator, deferred_error=True)
+            kernels = operator.py_kernels | {DispatchKey.AutogradCPU: below}
+            # With a cache of its own, since torch's knows the other kernel.
+            stack.enter_context(exchanged(operator, py_kernels=kernels, _dispatch_cache={}))
+        yield
+
+
+def _has_derivative(target: OpOverload) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
+    return any(has_kernel(target.name(), key) for key in ("AutogradCPU", "Autograd"))
 
 
 @contextlib.contextmanager

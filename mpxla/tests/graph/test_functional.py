@@ -228,3 +228,47 @@ def test_torch_is_as_before_after_an_error(monkeypatch):
     with pytest.raises(ValueError, match="no"):
         functionalize(program)
     assert exported_program._collect_all_valid_cia_ops is found
+
+
+class Step(torch.autograd.Function):
+    """Zero or one, with the derivative of a smooth function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / (1 + ctx.saved_tensors[0].abs())
+
+
+def test_operators_with_their_own_kernels_for_autograd_keep_their_derivatives(request):
+    library = torch.library.Library("mpxla_functional", "FRAGMENT")
+    request.addfinalizer(library._destroy)
+    for key in ("Autograd", "AutogradCPU"):
+        library.define(f"step_{key}(Tensor x) -> Tensor")
+        library.impl(f"step_{key}", lambda x: (x >= 0).to(x), "CPU")
+        library.impl(f"step_{key}", Step.apply, key)
+        torch.library.register_fake(f"mpxla_functional::step_{key}", torch.empty_like, lib=library)
+    steps = torch.ops.mpxla_functional
+
+    class Spikes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return steps.step_Autograd(self.layer(x)) + 2 * steps.step_AutogradCPU(self.layer(x))
+
+    model, x = Spikes(), torch.randn(4, 8)
+    program = functionalize(torch.export.export(model, (x,), strict=False))
+    state = dict(program.state_dict)
+    inputs = [state.get(s.target, x) for s in program.graph_signature.input_specs]
+    *_, found = program.graph_module(*inputs)
+    weight = state["layer.weight"]
+    (gradient,) = torch.autograd.grad(found.square().sum(), weight)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), model.layer.weight)
+    torch.testing.assert_close(gradient, expected)
