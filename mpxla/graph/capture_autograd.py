@@ -20,11 +20,12 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.autograd.function import FunctionCtx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.functions import TracedFunction, operator_of
 from mpxla.graph.normalize import has_writes
 from mpxla.graph.split import copy_nodes
@@ -32,7 +33,7 @@ from mpxla.graph.stepgraph import is_random
 from mpxla.graph.typed import outputs_of
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["DifferentiatesInsideError", "apply_captured"]
+__all__ = ["DifferentiatesInsideError", "apply_captured", "own_containers"]
 
 
 class DifferentiatesInsideError(Exception):
@@ -73,6 +74,7 @@ class _Traced:
     def __init__(self, function: Any, args: tuple[Any, ...]):
         self._function, self._args = function, args
         leaves, self._spec = pytree.tree_flatten(args)
+        self._sizes = [len(pytree.tree_leaves(argument)) for argument in args]  # a dict may grow
         self._leaves = leaves
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.results: Any = None
@@ -80,6 +82,7 @@ class _Traced:
         self._forward_names: set[str] = set()
         self.tensors = [leaves[i] for i in self._places]
         self.changed: list[int] = []
+        self._gradients_outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         stand_ins = _stand_ins(self.tensors)
         try:
             module = self._trace(stand_ins, self._joint, is_composed=True)
@@ -90,7 +93,15 @@ class _Traced:
             module = None
         if module is None or has_writes(module.graph):
             functional = dispatch_functionalize(self._joint)
-            module = self._trace(stand_ins, functional, is_composed=False)
+            try:
+                module = self._trace(stand_ins, functional, is_composed=False)
+            except RuntimeError as error:
+                if "mutating a non-functional tensor" not in str(error):
+                    raise
+                raise self._problem(
+                    "writes to a tensor that is none of its arguments, as batch norms do to their "
+                    "statistics. Write to it outside of the function"
+                ) from error
         self.graph = module.graph
         for node in [n for n in self.graph.nodes if n.target is torch._C._set_grad_enabled]:  # pyright: ignore[reportPrivateUsage]
             self.graph.erase_node(node)
@@ -102,18 +113,51 @@ class _Traced:
         """Traces with composite operators as they are, or below autograd, which may then run."""
         autocast = torch.is_autocast_enabled("cpu")
         modes_off = _outer_modes_off(allows_autograd=not is_composed)
-        with _disable_current_modes(), modes_off, torch.no_grad(), _fake_mode(stand_ins):
+        noted = self._accumulation_noted(is_composed)
+        with _disable_current_modes(), modes_off, torch.no_grad(), _fake_mode(stand_ins), noted:
             try:
                 return make_fx(joint, pre_dispatch=is_composed)(*stand_ins)
             finally:
                 torch.set_autocast_enabled("cpu", autocast)
 
+    @contextlib.contextmanager
+    def _accumulation_noted(self, is_composed: bool) -> Generator[None]:
+        """Notes what a backward that runs again with autograd adds to gradients of parameters.
+
+        Libraries' own checkpoints do so by `torch.autograd.backward`.
+        """
+
+        def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+            if is_composed:  # torch does not tell modes of this call
+                raise DifferentiatesInsideError
+            roots = _as_tuple(tensors)
+            leaves = _leaves_of(roots)
+            given = None if grad_tensors is None else _as_tuple(grad_tensors)
+            gradients: Any = torch.autograd.grad(roots, leaves, given, allow_unused=True)
+            tracer = cast(Any, get_proxy_mode()).tracer
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None and get_proxy_slot(leaf, tracer, None) is not None:
+                    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+                elif gradient is not None:
+                    known = self._gradients_outside.get(id(leaf))
+                    total = gradient if known is None else known[1] + gradient
+                    self._gradients_outside[id(leaf)] = leaf, total
+
+        def of_tensor(root: torch.Tensor, gradient: Any = None, *_: Any, **__: Any) -> None:
+            backward(root, gradient)
+
+        tensor: Any = torch.Tensor
+        with exchanged(torch.autograd, backward=backward), exchanged(tensor, backward=of_tensor):
+            yield
+
     def _joint(self, *inputs: torch.Tensor) -> list[torch.Tensor | None]:
+        self._gradients_outside.clear()
         leaves = list(self._leaves)
         own = [v.clone() if i in self.changed else v for i, v in enumerate(inputs)]
         for place, value in zip(self._places, own, strict=True):
             leaves[place] = value
         args = pytree.tree_unflatten(leaves, self._spec)
+        args = own_containers(self._args, args)
         needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in self._args)
         context = _Context(needs)
         writes = [value._version for value in own]
@@ -157,7 +201,14 @@ class _Traced:
         for i, gradient in zip(self.changed, given[count:], strict=True):
             known = of_inputs[i]
             of_inputs[i] = gradient if known is None or gradient is None else known + gradient
-        return [*results, *of_inputs]
+        return [*results, *of_inputs, *(value for _, value in self._gradients_outside.values())]
+
+    def _problem(self, does: str) -> CaptureError:
+        return CaptureError(
+            f"The step function applies {self._function.__qualname__}, a torch.autograd.Function "
+            f"that {does}{at_user_line()}. If it is a checkpoint of a library's own, use "
+            f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its place."
+        )
 
     def _of_inputs(
         self, found: tuple[Any, ...], inputs: Sequence[torch.Tensor]
@@ -165,9 +216,9 @@ class _Traced:
         """Gradients of the tensors among the arguments, with their shapes and dtypes."""
         by_place: dict[int, torch.Tensor | None] = {}
         place = 0
-        for argument, gradient in zip(self._args, found, strict=False):
+        for argument, size, gradient in zip(self._args, self._sizes, found, strict=False):
             by_place[place] = gradient if isinstance(argument, torch.Tensor) else None
-            place += len(pytree.tree_leaves(argument))
+            place += size
         fitting: list[torch.Tensor | None] = []
         for place, tensor, value in zip(self._places, self.tensors, inputs, strict=True):
             gradient = by_place.get(place) if tensor.requires_grad else None
@@ -180,11 +231,20 @@ class _Traced:
         """Forward and backward as graphs of their own."""
         outputs = outputs_of(self.graph)
         count = len(self.has_gradient)
-        results, gradients = outputs[:count], outputs[count:]
+        results, gradients = outputs[:count], outputs[count : count + len(self.tensors)]
+        added = dict(zip(self._gradients_outside, outputs[count + len(gradients) :], strict=True))
+        assert added.keys() <= set(map(id, self.outside)), "the backward has used them"
+        gradients += [added.get(id(tensor)) for tensor in self.outside]
         nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         forward = [node for node in nodes if node.name in self._forward_names]
         backward = [node for node in nodes if node.name not in self._forward_names]
+        is_twice = all(any(map(is_random, part)) for part in (forward, backward))
+        if is_twice and self._gradients_outside:
+            raise self._problem(
+                "computes again in its backward, and draws random numbers, which would be others "
+                "than in its forward"
+            )
         given, backward = backward[: sum(self.has_gradient)], backward[sum(self.has_gradient) :]
         wanted = [gradient for gradient in gradients if gradient is not None]
         read = [s for node in backward for s in node.all_input_nodes] + wanted
@@ -196,12 +256,22 @@ class _Traced:
             backward=copy_nodes([*saved, *given], backward, wanted),
             results=tuple((tuple(_val(r).shape), _val(r).dtype) for r in results),
             has_gradient=tuple(self.has_gradient),
-            is_differentiated=(
-                *(gradient is not None for gradient in gradients),
-                *(False for _ in self.outside),
-            ),
+            is_differentiated=tuple(gradient is not None for gradient in gradients),
             is_random=any(is_random(node) for node in nodes),
         )
+
+
+def own_containers(before: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with those in the place of copies that hold no tensors.
+
+    A caller may look into a dictionary afterwards for what the function has put there.
+    """
+
+    def has_tensors(value: Any) -> bool:
+        return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+    pairs = zip(before, args, strict=True)
+    return tuple(new if has_tensors(new) else old for old, new in pairs)
 
 
 def _val(node: fx.Node) -> torch.Tensor:
@@ -210,6 +280,20 @@ def _val(node: fx.Node) -> torch.Tensor:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _leaves_of(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a graph of autograd adds gradients to."""
+    waiting: list[Any] = [root.grad_fn for root in roots]
+    seen, leaves = set[Any](), list[torch.Tensor]()
+    for node in waiting:  # grows
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [function for function, _ in node.next_functions]
+    return leaves
 
 
 def _run_forward(function: Any, context: _Context, args: tuple[Any, ...]) -> Any:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture_autograd import apply_captured
+from mpxla.graph.capture_autograd import apply_captured, own_containers
 from mpxla.graph.capture_checkpoints import run_checkpointed
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.gradient_hooks import hooks_of
@@ -111,7 +111,7 @@ def own_backwards_captured(
     base: Any = function.__mro__[1]
 
     def apply(cls: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = read((args, kwargs))
+        args, kwargs = own_containers(args, read(args)), read(kwargs)
         if cls is CheckpointFunction:
             body, _, *inputs = args
             return reentrant(lambda: run_checkpointed(body, inputs))

@@ -123,7 +123,8 @@ class StepSemantics(TorchFunctionMode):
                 return CONTROL_FLOW[func.name()](*args, **kwargs)
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
-        refuse_gradients(func, args)
+        if not all(self.of_function):
+            refuse_gradients(func, args)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
             with self:

@@ -245,6 +245,33 @@ class Computing(torch.autograd.Function):
         return None, 2 * in_x
 
 
+class Rerunning(torch.autograd.Function):
+    """Adds to the gradients of parameters in its backward, as a library's own checkpoint does."""
+
+    @staticmethod
+    def forward(ctx: Any, found: dict[str, Any], body: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.body = body
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            y = body(x)
+        found["width"] = y.shape[-1]  # the caller looks there
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.body(x), grad / 2)
+            ctx.body(x).backward(grad / 2)
+        return None, None, x.grad
+
+
+def _rerunning(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found: dict[str, Any] = {}
+    y = Rerunning.apply(found, lambda h: torch.tanh(h @ model.weight + model.enter.bias), x)
+    return y * found["width"]
+
+
 class Multiplying(torch.autograd.Function):
     """Of the same tensor twice, with one more in a list and one from outside."""
 
@@ -328,6 +355,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "reversing": lambda model, x: Reversing.apply(x, 0.3),
     "writing": lambda model, x: Writing.apply(x),
     "computing": lambda model, x: Computing.apply(torch.tanh, x),
+    "rerunning": _rerunning,
     "multiplying": lambda model, x: Multiplying.apply([x], x, x),
     "in_place": _in_place,
 }
