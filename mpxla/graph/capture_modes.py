@@ -19,6 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops.flex_attention import math_attention
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import get_world_size
 from torch.export import _trace as torch_exporter
 from torch.fx import graph
 from torch.nn.attention import flex_attention
@@ -114,6 +115,8 @@ class StepSemantics(TorchFunctionMode):
                 f"model.backward(loss) there: gradients have to flow through all stages."
             )
         if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
+            if func.__name__ in _IN_PLACE and not kwargs.get("async_op") and get_world_size() == 1:
+                return None  # one rank's own values
             raise CaptureError(
                 f"{func.__name__} is a collective inside a step function{at_user_line()}. "
                 f"{COLLECTIVES_OUTSIDE}"
@@ -232,6 +235,8 @@ def _refuse_foreign_parameter(value: Any) -> None:
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _flag: Any = torch.Tensor.requires_grad
 _GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")
+"""Collectives that change nothing where there is one rank."""
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _VERDICTS: dict[Any, Any] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),

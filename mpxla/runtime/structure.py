@@ -6,6 +6,7 @@ built alike, and where they are not (dummies), from containers that pytree knows
 that it has imported. Nothing is imported or called for a message.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +83,8 @@ def rebuild_structure(structure: Structure, own: pytree.TreeSpec | None) -> pytr
         rebuild_structure(child, mine)
         for child, mine in zip(structure.children, own_children, strict=True)
     ]
-    if own is not None and not own.is_leaf():
-        mine = (_name_of(own.type), _portable(own.context))
-        if mine == (structure.kind, structure.context):
-            return pytree.TreeSpec(own.type, own.context, children)
+    if own is not None and not own.is_leaf() and _name_of(own.type) == structure.kind:
+        return pytree.TreeSpec(own.type, _resolve(structure.context, own.context), children)
     return pytree.TreeSpec(_find_kind(structure.kind), _resolve(structure.context), children)
 
 
@@ -102,14 +101,24 @@ def _name_of(value: Any) -> _Named:
 def _portable(context: Any) -> Any:
     if type(context) in (tuple, list):
         return type(context)(_portable(part) for part in context)
+    if type(context) is dict:
+        return {key: _portable(part) for key, part in context.items()}
     if hasattr(context, "__module__") and hasattr(context, "__qualname__"):
         return _name_of(context)
     return context if can_travel(context) else _Opaque(repr(context))
 
 
-def _resolve(context: Any) -> Any:
+def _resolve(context: Any, own: Any = None) -> Any:
+    """The context, with this rank's own parts where they are the same."""
+    if _portable(own) == context:
+        return own
     if type(context) in (tuple, list):
-        return type(context)(_resolve(part) for part in context)
+        mine = own if type(own) is type(context) and len(own) == len(context) else ()
+        pairs = itertools.zip_longest(context, mine)
+        return type(context)(_resolve(part, part_of_own) for part, part_of_own in pairs)
+    if type(context) is dict:
+        mine = own if type(own) is dict else {}
+        return {key: _resolve(part, mine.get(key)) for key, part in context.items()}
     if isinstance(context, _Opaque):
         raise _unknown(context)
     if isinstance(context, _Named):
@@ -132,5 +141,5 @@ def _unknown(what: _Named | _Opaque) -> RankMismatch:
         f"pp_rank 0 passes a container with {what} to the step function, which is not in this "
         f"rank's arguments at that place, nor known here by that name. Call the step function with "
         f"the same arguments on all ranks (tensors may be dummies on pipeline ranks above 0), or "
-        f"import the container's class on all of them before."
+        f"import the container's class on all of them before; or pass a plain dictionary."
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as all_reduce_by_name
 
 from mpxla.tests.backends import on_device
-from mpxla.tests.clients import refused_in_a_step, start
+from mpxla.tests.clients import data, raw_model, refused_in_a_step, start
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -81,3 +81,24 @@ def test_a_collective_inside_a_step_is_refused():
     text = r"all_reduce is a collective inside a step function at .*test_torch_collectives.py:\d+: "
     for found in run_ranks(collective_in_a_step, 2):
         assert re.search(f"{text}dist.", found)
+
+
+def collective_of_one_rank():
+    smp = start(pipeline_parallel_degree=1)
+    model = smp.DistributedModel(raw_model())
+
+    @smp.step
+    def step(model, x):
+        total = model(x).detach().sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    found = sum(total.item() for total in step(model, data()[0]).outputs)
+    return dist.is_initialized(), found, raw_model()(data()[0]).sum().item()
+
+
+@pytest.mark.slow
+def test_a_collective_of_one_rank_changes_nothing():
+    ((is_initialized, found, expected),) = run_ranks(collective_of_one_rank, 1)
+    assert is_initialized and found == pytest.approx(expected, rel=1e-5)

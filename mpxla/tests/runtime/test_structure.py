@@ -96,6 +96,17 @@ def test_what_is_no_data_comes_from_the_own_arguments():
             rebuild_structure(described, own)
 
 
+def test_contexts_may_be_dictionaries_with_functions():
+    def context(holder):
+        return pytree.TreeSpec(Holder, {"keys": ["x"], "make": make, "holder": holder}, [])
+
+    described = travel(describe_structure(context(Holder(1, "a"))))
+    found = rebuild_structure(described, context(Holder(2, "a")))
+    assert found.context["make"] is make and found.context["holder"].x == 2
+    with pytest.raises(RankMismatch, match=r"Holder\(a\).*or pass a plain dictionary"):
+        rebuild_structure(described, context(1))
+
+
 def test_classes_that_are_not_imported_are_not_looked_for():
     described = describe_structure(structure_of(Pair(1, 2)))
     strange = replace(described, context=replace(described.context, module="antigravity"))
