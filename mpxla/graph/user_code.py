@@ -82,6 +82,9 @@ def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()
     It is not final where the values of the step's inputs may still help. `outside` are the lines
     that write to tensors of no model.
     """
+    hidden = error.__context__
+    if isinstance(error, IndexError) and isinstance(hidden, Exception) and not hidden.args:
+        error = hidden  # torch.fx has looked for its text, and there is none
     if isinstance(error, MpxlaError):
         return error
     if outside and (isinstance(error, StopIteration) or "mutated" in str(error)):

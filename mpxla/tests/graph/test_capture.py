@@ -402,6 +402,15 @@ def test_errors_of_the_user_stay_themselves():
     assert any(Path(__file__).name in note for note in caught.value.__notes__)
 
 
+def test_errors_without_a_text_stay_themselves():
+    def step(leaves):
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError) as caught:
+        capture(nn.Linear(6, 6), step)
+    assert "raised while the step function was captured at " in caught.value.__notes__[0]
+
+
 def test_wrong_shapes_name_the_line():
     model = nn.Linear(5, 5)
     with pytest.raises((CaptureError, RuntimeError), match=r"test_capture.py:\d+|5x5"):
