@@ -27,9 +27,6 @@ __all__ = [
 _VALUES = (0.3, -0.7, 1.1, 0.9, -0.2, 0.4)
 """Of parameters on which optimizers are tried."""
 
-_SHAPES = ((3,), (3, 2), (2, 1, 3, 1), (160, 150))
-"""Of parameters whose state is compared."""
-
 _LARGE = 1 << 16
 """Bytes from which zeros are made by a program. The first update takes their memory for what it
 computes, and not that of PyTorch's tensors, beside which it would have as much again. (The program
@@ -131,13 +128,11 @@ def starts_from_zeros(
 ) -> dict[str, torch.Tensor] | None:
     """State that a fresh optimizer makes of a vector, if it might have started from zeros.
 
-    None as well if something else has other state than a vector: a matrix (Adafactor), or one of
-    some size, or a kernel. Some optimizers keep state of a type of its own for a parameter's dtype.
+    None as well if a matrix has other state than a vector (Adafactor). Some optimizers keep state
+    of a type of its own for a parameter's dtype.
     """
-    is_known = type(optimizer).__module__.startswith("torch.optim")
-    shapes = _SHAPES[:2] if is_known else _SHAPES
-    vector, *others = (_start_of(optimizer, shape, dtype) for shape in shapes)
-    if vector is None or any(o is None or o.keys() != vector.keys() for o in others):
+    vector, matrix = (_start_of(optimizer, shape, dtype) for shape in ((3,), (3, 2)))
+    if vector is None or matrix is None or vector.keys() != matrix.keys():
         return None
     return vector
 
@@ -230,8 +225,7 @@ def _tried(
     """
 
     def numbers(*values: float) -> torch.Tensor:
-        size = math.prod(shape)
-        return torch.tensor(values, dtype=dtype).repeat(size // len(values) + 1)[:size].view(shape)
+        return torch.tensor(values[: math.prod(shape)], dtype=dtype).view(shape)
 
     groups = [
         {k: False if k in ("foreach", "fused") else v for k, v in group.items()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import optim
 
-from mpxla.parallel.update_state import counts_of, starts_from_zeros
+from mpxla.parallel.update_state import counts_of, makes_such_state, starts_from_zeros
 from mpxla.tests.parallel.test_update import ByMeanNorms
 
 pytestmark = pytest.mark.unit
@@ -40,18 +40,24 @@ class OfLarge(WithMeans):
     takes_means = staticmethod(lambda p: p.dim() == 2 and min(p.shape) >= 128)
 
 
-@pytest.mark.parametrize("kind", [OfMatrices, OfKernels, OfLarge])
-def test_what_has_other_state_for_some_parameters_makes_it_itself(kind):
-    assert starts_from_zeros(kind([torch.nn.Parameter(torch.ones(3))])) is None
+SHAPES = ((3,), (2, 1, 3, 1), (160, 150), ())
 
 
-@pytest.mark.parametrize("kind", [WithMeans, optim.SGD, optim.AdamW])
-def test_others_start_from_zeros(kind):
-    found = starts_from_zeros(kind([torch.nn.Parameter(torch.ones(3))]))
-    assert found is not None
-    assert set(found) == {WithMeans: {"all"}, optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}}.get(
-        kind, set()
-    )
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        *((WithMeans, True), (optim.SGD, True), (optim.AdamW, True), (ByMeanNorms, True)),
+        *((OfMatrices, False), (OfKernels, False), (OfLarge, False)),
+    ],
+)
+def test_what_has_other_state_for_some_parameters_makes_it_itself(kind, found):
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = kind(parameters)
+    starts = {torch.float32: starts_from_zeros(optimizer)}
+    assert (starts[torch.float32] is None) is (kind is OfMatrices)
+    if kind is not OfMatrices:
+        assert makes_such_state(optimizer, [parameters], starts) is found
+    assert not optimizer.state
 
 
 class Growing(ByMeanNorms):
