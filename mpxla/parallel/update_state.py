@@ -145,33 +145,44 @@ def makes_such_state(
     """Whether parameters get state of the form that was found of small ones.
 
     Some optimizers factor the moments of matrices from a size on. A step on tensors without values
-    tells; one that needs values gets its state in a first step that is not compiled.
+    tells, or on zeros, for one that needs values or has tensors of its own.
 
     Args:
         optimizer: the optimizer, with its groups.
         new: for each group, the parameters that have no state.
         starts: by dtype, what `starts_from_zeros` found.
     """
+    for device in ("meta", "cpu"):
+        try:
+            made = _made_of(optimizer, new, torch.device(device))
+        except Exception:  # an optimizer may raise anything on what it was not written for
+            continue
+        return all(
+            {key: value.shape for key, value in state.items()}
+            == {k: _spec_of_start(v, p).shape for k, v in (starts[p.dtype] or {}).items()}
+            for p, state in made
+        )
+    return False
+
+
+def _made_of(
+    optimizer: torch.optim.Optimizer,
+    new: Sequence[Sequence[torch.Tensor]],
+    device: torch.device,
+) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """Stand-ins for parameters of each shape, and the state that a copy makes of them."""
     groups: list[dict[str, Any]] = []
     for group, parameters in zip(optimizer.param_groups, new, strict=True):
         kinds = {(p.shape, p.dtype): p for p in parameters}.values()
-        stand_ins = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in kinds]
+        stand_ins = [torch.nn.Parameter(torch.zeros_like(p, device=device)) for p in kinds]
         for stand_in in stand_ins:
-            stand_in.grad = torch.empty_like(stand_in)
+            stand_in.grad = torch.zeros_like(stand_in)
         settings = {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
         groups.append({**settings, "params": stand_ins})
-    try:
-        with python_random_kept(), torch.random.fork_rng(devices=()):
-            clone = clone_optimizer(optimizer, groups, {})
-            type(optimizer).step(clone)
-    except Exception:  # an optimizer may raise anything on what it was not written for
-        return False
-    return all(
-        {key: value.shape for key, value in clone.state.get(p, {}).items()}
-        == {key: _spec_of_start(value, p).shape for key, value in (starts[p.dtype] or {}).items()}
-        for group in groups
-        for p in group["params"]
-    )
+    with python_random_kept(), torch.random.fork_rng(devices=()):
+        clone = clone_optimizer(optimizer, groups, {})
+        type(optimizer).step(clone)
+    return [(p, clone.state.get(p, {})) for group in groups for p in group["params"]]
 
 
 def _start_of(
