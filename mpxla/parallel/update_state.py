@@ -174,7 +174,8 @@ def _made_of(
     groups: list[dict[str, Any]] = []
     for group, parameters in zip(optimizer.param_groups, new, strict=True):
         kinds = {(p.shape, p.dtype): p for p in parameters}.values()
-        stand_ins = [torch.nn.Parameter(torch.zeros_like(p, device=device)) for p in kinds]
+        zeros = [torch.zeros(p.shape, dtype=p.dtype, device=device) for p in kinds]
+        stand_ins = [torch.nn.Parameter(value) for value in zeros]
         for stand_in in stand_ins:
             stand_in.grad = torch.zeros_like(stand_in)
         settings = {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
