@@ -58,7 +58,7 @@ from mpxla.graph.recorded import Recorded, Recording
 from mpxla.graph.sparse import refuse_sparse
 from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
 from mpxla.graph.tensor_places import Attribute, NewAttributesError
-from mpxla.graph.user_code import ValueNeededError, at_user_line, explain
+from mpxla.graph.user_code import UndecidedError, ValueNeededError, at_user_line, explain
 from mpxla.kept import Kept
 from mpxla.log import get_logger, warn_once
 
@@ -400,6 +400,7 @@ def capture_step(
     answers: tuple[int, ...] | None = None,
     left: Mapping[str, Any] | None = None,
     thawed: set[str] | None = None,
+    decided: set[str] | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -422,6 +423,8 @@ def capture_step(
             capture with `known` values.
         thawed: parameters that are frozen, and that it trains after it has unfrozen them; gets
             others.
+        decided: the user's lines that ask whether a mask is true anywhere, where the answer is
+            asked for; gets others, if masks choose no rows. None if it may not ask.
 
     Raises:
         AgainError: it trains more of those, or gives parameters attributes that they are to have.
@@ -433,17 +436,22 @@ def capture_step(
     kept, left = kept or Kept(), {} if left is None else left  # the function fills it
     thawed = set() if thawed is None else thawed
     asked = _Asked(function, model, leaves, canonical_names, known, kept, answers, left, thawed)
-    step, raises_at = without_exception(lambda lines: _captured(asked, raises_at=lines))
+    (step, chooses_rows), raises_at = without_exception(
+        lambda lines: _captured(asked, Counts(None, lines, decided or ()))
+    )
     if step.is_question:
         return as_question(step)
     lines = {check.label for check in step.prints if check.check is Check.ROWS}
-    others = {line: _captured(asked, line, raises_at) for line in lines}
+    others = {line: _captured(asked, Counts(line, raises_at, decided or ()))[0] for line in lines}
     harmless = {line for line, other in others.items() if needs_no_rows(step, line, other)}
     if known is None and lines - harmless:
         raise ValueNeededError(
             f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
             f"goes on in another way if not."
         )
+    if lines - harmless and not chooses_rows and decided is not None and answers is None:
+        decided |= lines - harmless
+        raise UndecidedError(f"The step function branches{min(decided)} on a mask.")
     _tell_of_checks(step, harmless)
     return without_checks(step, harmless)
 
@@ -468,13 +476,10 @@ _SUPPOSED = {
 }
 
 
-def _captured(
-    asked: _Asked, none_at: str | None = None, raises_at: frozenset[str] = frozenset()
-) -> StepGraph:
-    """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
+def _captured(asked: _Asked, counts: Counts) -> tuple[StepGraph, bool]:
+    """See `capture_step`; and whether masks choose rows."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, known, canonical_names = asked.model, asked.known, asked.canonical_names
-    counts = Counts(none_at, raises_at)
     wrapper = _StepModule(asked, counts)
     returned = wrapper.returned
     named = [*model.named_parameters()]
@@ -495,7 +500,7 @@ def _captured(
             written = frozenset(canonical_names[name] for name in returned.written)
             untrained = {canonical_names[name] for name in returned.untrained}
             trainable = frozenset(canonical_names[name] for name in trained) - untrained
-            is_trial, num_objectives = none_at is not None, returned.num_objectives
+            is_trial, num_objectives = counts.none_at is not None, returned.num_objectives
             facts = canonical_names, trainable, written, num_objectives, checks, is_trial
 
             def make() -> tuple[FunctionalStep, Constants]:
@@ -527,7 +532,7 @@ def _captured(
     assert returned.semantics is not None, "the function has run"
     own_tensors, reads = returned.semantics.own_tensors, returned.semantics.constants.reads
     tensors_read, lines = [value for value, _ in reads.values()], [s for _, s in reads.values()]
-    return StepGraph(
+    step = StepGraph(
         graph=functional.graph,
         inputs=functional.inputs,
         outputs=functional.outputs,
@@ -547,6 +552,7 @@ def _captured(
         is_question=returned.is_question,
         flags={canonical_names[name]: flag for name, flag in returned.flags.items()},
     )
+    return step, counts.has_unknown
 
 
 def _names_of(parameters: Sequence[torch.Tensor], model: nn.Module) -> frozenset[str]:

@@ -10,7 +10,7 @@ This module must not know what becomes of the rows.
 
 import builtins
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any, TypeVar
 
 import sympy
@@ -58,6 +58,7 @@ class Counts:
             rows.
         raises_at: lines where it is the same answer, since the function raises an exception
             otherwise; what they ask is noted.
+        decided: lines that get no answer here; Python asks for the value.
 
     Attributes:
         asked: where the user's code asks whether there are rows, and whether the mask is true
@@ -66,12 +67,17 @@ class Counts:
         last: the line that asked last.
     """
 
-    def __init__(self, none_at: str | None = None, raises_at: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        none_at: str | None = None,
+        raises_at: frozenset[str] = frozenset(),
+        decided: Collection[str] = (),
+    ) -> None:
         self.asked: list[tuple[str, torch.Tensor]] = []
         self.denied: list[tuple[str, torch.Tensor]] = []
         self.last: str | None = None
         self.none_at = none_at
-        self._raises_at = raises_at
+        self._raises_at, self._decided = raises_at, decided
         self._truth_of: Callable[[torch.Tensor], bool | None] = lambda mask: None
         self._masks: dict[sympy.Symbol, torch.Tensor] = {}
         # What a tensor says of a mask.
@@ -155,6 +161,9 @@ class Counts:
         is_empty = self._ask(self._masks[next(iter(symbols))])
         return bool(without if is_empty else others[0])
 
+    def _is_decided(self) -> bool:
+        return bool(self._decided) and at_user_line() in self._decided
+
     def _ask(self, mask: torch.Tensor) -> bool:
         """Notes a question about a mask; whether the answer is that it is true nowhere."""
         known = self._truth_of(mask)
@@ -180,7 +189,7 @@ class Counts:
         if is_list and isinstance(value.shape[_divided(name, args, kwargs)], torch.SymInt):
             raise NeedsValueError(f"{name} of rows that a mask chooses")
         said = self._said.get(value)
-        if said not in (None, _IS_NO_MASK) and name in _READS:
+        if said is not None and said != _IS_NO_MASK and name in _READS and not self._is_decided():
             is_empty = self._ask(said[0])
             return (said[1] == "none") is is_empty
         result = call(func, args, kwargs)

@@ -6,6 +6,7 @@ not know how stages are compiled or run.
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -90,6 +91,7 @@ class StepCutter:
         # Ranks that share a model's tensors, or gather them, would have to ask together.
         sharded = session.topology.sdp_group(session.rank)
         self._may_ask = len(self._sharing) == 1 and len(sharded) == 1
+        self._decided: defaultdict[str, set[str]] = defaultdict(set)
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
         self.machine = MachineModel()
@@ -119,6 +121,7 @@ class StepCutter:
                 functools.cache(lambda: self._values(call)),
                 self._session.kept,
                 PythonState(call.outside),
+                self._decided[call.signature.function] if self._may_ask else None,
             )
             signature, step, reads = tracing.trace(call.signature, call.drawer, self._may_ask)
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough

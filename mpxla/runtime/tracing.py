@@ -56,7 +56,8 @@ class Tracing:
     """What a call of a step function gives to its captures.
 
     `values` gives the tensor leaves of one microbatch, where Python needs them; `state` is what
-    captures leave in attributes.
+    captures leave in attributes. `decided` is for `capture_step`, and the function's own from call
+    to call: all its ways ask alike.
     """
 
     function: Callable[..., Any]
@@ -65,6 +66,7 @@ class Tracing:
     values: Callable[[], Sequence[torch.Tensor]]
     graphs: Kept
     state: PythonState = field(default_factory=PythonState)
+    decided: set[str] | None = None
 
     def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
         """Captures a step with as many of its floats as inputs as Python lets it.
@@ -188,6 +190,7 @@ class Tracing:
                 signature.answers,
                 counting.left,
                 thawed,
+                self.decided,
             )
             used = {role.name for node, role in step.roles.items() if node.users}
             is_same = step.follows_from_itself

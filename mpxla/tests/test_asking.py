@@ -136,6 +136,60 @@ def test_branches_on_values_of_the_model(stages, has_norm):
 
 
 @pytest.mark.slow
+class Limited(nn.Module):
+    """Limits its values where some are large, which few microbatches have."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        if torch.any(h > 2.0):
+            h = h.clamp(max=1.5) * 0.9
+        if not (h < -50.0).any():
+            h = torch.tanh(h)
+        return self.last(h)
+
+
+def limit_plainly():
+    model = Limited()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    ways = []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for x in batch(number)[0].split(3):
+            ways.append(bool((model.first(x) > 2.0).any()))
+            (model(x).square().mean() / MICROBATCHES).backward()
+        optimizer.step()
+    assert 0 < sum(ways) < len(ways)
+    return host(model.state_dict().items())
+
+
+def limit(stages):
+    smp.init({"microbatches": MICROBATCHES, "pipeline_parallel_degree": stages})
+    model = smp.DistributedModel(Limited())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).square().mean())
+
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        step(model, batch(number)[0])
+        optimizer.step()
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_masks_that_choose_no_rows_decide_by_whether_they_are_true_anywhere(stages):
+    expected = limit_plainly()
+    for state in run_ranks(limit, stages, stages):
+        close(state, expected)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_questions_draw_what_the_step_draws(stages):
     results = run_ranks(train, stages, {"pipeline_parallel_degree": stages}, [False, 0.5], 1)
