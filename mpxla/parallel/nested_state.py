@@ -7,11 +7,11 @@ value, which says the way to it: `Q[0]`, `buffers{0.9}`, `pair(1)`. Checkpoints 
 import ast
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-__all__ = ["flattened", "restored"]
+__all__ = ["flattened", "mapped", "restored"]
 
 _STEP = re.compile(r"\[(.*?)\]|\((.*?)\)|\{(.*?)\}")
 _KINDS: tuple[type, ...] = (list, tuple, dict)
@@ -48,6 +48,11 @@ def restored(flat: Mapping[str, Any]) -> dict[Any, Any]:
         else:
             place[key] = value
     return {key: _settled(value) for key, value in root.items()}
+
+
+def mapped(change: Callable[[Any], Any], state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state with other values in the same places."""
+    return restored({key: change(value) for key, value in flattened(state).items()})
 
 
 class _Nest(dict[Any, Any]):

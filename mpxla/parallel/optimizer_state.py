@@ -7,6 +7,7 @@ Masters are entries of the state, under `MASTER_KEY`, which the inner optimizer 
 file must not know when a state is saved, nor which ranks take part.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
 from mpxla.nn.shards import Shard
 from mpxla.parallel.loss_scale import LossScale
-from mpxla.parallel.nested_state import flattened, restored
+from mpxla.parallel.nested_state import flattened, mapped, restored
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -176,15 +177,7 @@ class OptimizerState:
         found = dict(state)
         for position, shard in self.shards().items():
             if isinstance(found.get(position), Mapping):
-                entry = flattened(found[position])
-                found[position] = restored(
-                    {
-                        key: shard.take(value)
-                        if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.whole
-                        else value
-                        for key, value in entry.items()
-                    }
-                )
+                found[position] = mapped(functools.partial(_part_of, shard), found[position])
         return found
 
     def with_whole_tensors(
@@ -393,6 +386,12 @@ class OptimizerState:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """What an optimizer holds, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _part_of(shard: Shard, value: Any) -> Any:
+    """This rank's part of a whole tensor; other values as they are."""
+    is_whole = isinstance(value, torch.Tensor) and tuple(value.shape) == shard.whole
+    return shard.take(value) if is_whole else value
 
 
 def _names_in(group: Mapping[str, Any]) -> dict[str, list[str]]:

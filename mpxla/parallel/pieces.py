@@ -15,7 +15,7 @@ from torch import nn
 
 from mpxla.errors import CheckpointError, MpxlaError
 from mpxla.log import warn_once
-from mpxla.parallel.nested_state import flattened, restored
+from mpxla.parallel.nested_state import flattened, mapped, restored
 from mpxla.parallel.state_dicts import HELD_KEY, by_position
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update_copy import Range, UpdateCopy
@@ -90,9 +90,9 @@ class OptimizerPieces:
             self._optimizer.state[copy.parameter] = self._made_anew(copy.parameter, group)
         elif state:
             cut = state if copy.extent is None else cut_state(state, copy.shape, *copy.extent)
-            flat = flattened(cut)
-            wide = {key: _widened(value, copy.parameter) for key, value in flat.items()}
-            self._optimizer.state[copy.parameter] = restored(wide)
+            self._optimizer.state[copy.parameter] = mapped(
+                lambda value: _widened(value, copy.parameter), cut
+            )
         return [copy.parameter]
 
     def _made_anew(self, piece: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,14 +287,12 @@ def cut_state(
 
     The state has tensors of the parameter's shape, and values such as a step count.
     """
-    return restored(
-        {
-            key: value.reshape(-1)[start:stop].clone()
-            if isinstance(value, torch.Tensor) and value.shape == torch.Size(shape)
-            else value
-            for key, value in flattened(state).items()
-        }
-    )
+
+    def cut(value: Any) -> Any:
+        is_like = isinstance(value, torch.Tensor) and value.shape == torch.Size(shape)
+        return value.reshape(-1)[start:stop].clone() if is_like else value
+
+    return mapped(cut, state)
 
 
 def join_states(

@@ -11,8 +11,8 @@ from mpxla.tests.ranks.run import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-class CountsInPython(torch.optim.Optimizer):
-    """Keeps its count of steps as a number, which a traced program would make a constant."""
+class OneByOne(torch.optim.Optimizer):
+    """Changes every parameter by `change`, which may keep state of it."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -22,8 +22,15 @@ class CountsInPython(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p]["count"] = self.state[p].get("count", 0) + 1
-                    p.sub_(p.grad * (group["lr"] / self.state[p]["count"]))
+                    p.sub_(self.change(p, self.state[p], group["lr"]))
+
+
+class CountsInPython(OneByOne):
+    """Keeps its count of steps as a number, which a traced program would make a constant."""
+
+    def change(self, p, state, lr):
+        state["count"] = state.get("count", 0) + 1
+        return p.grad * (lr / state["count"])
 
 
 class Noisy(torch.optim.SGD):
@@ -37,46 +44,29 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn_like(p) * 0)
 
 
-class ByMeanNorms(torch.optim.Optimizer):
+class ByMeanNorms(OneByOne):
     """Keeps one number for every parameter, which follows its gradient, as NovoGrad does."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    if not self.state[p]:
-                        self.state[p] |= {"step": torch.tensor(0.0), "mean": torch.zeros(())}
-                    state = self.state[p]
-                    state["step"] += 1
-                    state["mean"].lerp_(p.grad.square().sum(), 0.3)
-                    scale = (state["mean"] / (1 - 0.7 ** state["step"])).sqrt()
-                    p.sub_(p.grad * (group["lr"] / scale))
+    def change(self, p, state, lr):
+        if not state:
+            state |= {"step": torch.tensor(0.0), "mean": torch.zeros(())}
+        state["step"] += 1
+        state["mean"].lerp_(p.grad.square().sum(), 0.3)
+        scale = (state["mean"] / (1 - 0.7 ** state["step"])).sqrt()
+        return p.grad * (lr / scale)
 
 
-class Factoring(torch.optim.Optimizer):
+class Factoring(OneByOne):
     """Keeps the second moment of what is large by columns, and of other parameters as a whole."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    square, state = p.grad * p.grad, self.state[p]
-                    if p.shape[0] >= 4:
-                        name, square = "columns", square.mean(dim=0)
-                    else:
-                        name = "moment"
-                    if not state:
-                        state[name] = torch.zeros_like(square)
-                    state[name].mul_(0.9).add_(square)
-                    p.sub_(group["lr"] * p.grad / (state[name].sqrt() + 1.0))
+    def change(self, p, state, lr):
+        square, name = p.grad * p.grad, "moment"
+        if p.shape[0] >= 4:
+            name, square = "columns", square.mean(dim=0)
+        if not state:
+            state[name] = torch.zeros_like(square)
+        state[name].mul_(0.9).add_(square)
+        return lr * p.grad / (state[name].sqrt() + 1.0)
 
 
 OPTIMIZERS = {
