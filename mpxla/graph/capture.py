@@ -547,6 +547,12 @@ def _captured(asked: _Asked, counts: Counts) -> tuple[StepGraph, bool]:
         reads=tuple(zip(own_tensors(tensors_read), lines, strict=True)),
         modules=tuple(returned.modules),
         looking=tuple((canonical_names[name], hook) for name, hook in returned.looking),
+        accumulated=tuple(
+            (canonical_names[name], hook)
+            for name, parameter in named
+            for hook in hooks_of(parameter, "_post_accumulate_grad_hooks")
+            if returned.num_objectives and not returned.is_question
+        ),
         asked=returned.asked,
         gone=tuple(gone),
         is_question=returned.is_question,

@@ -23,7 +23,6 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture_autograd import apply_captured, own_containers
 from mpxla.graph.capture_checkpoints import run_checkpointed
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.gradient_hooks import hooks_of
 from mpxla.graph.user_code import at_user_line
 
 __all__ = [
@@ -138,17 +137,8 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
     """Checks that there are no hooks that a captured step cannot call.
 
     Raises:
-        CaptureError: there is one: on what a parameter's gradient has become, or of the form of
-            `register_backward_hook`, which torch has given up.
+        CaptureError: there is one by `register_backward_hook`, which torch has given up.
     """
-    for name, parameter in model.named_parameters():
-        if hooks_of(parameter, "_post_accumulate_grad_hooks"):
-            raise CaptureError(
-                f"parameter {name} has a hook by register_post_accumulate_grad_hook, which a step "
-                f"of several microbatches would call for each of them. Do what it does between the "
-                f"step call and optimizer.step(), where gradients are complete; a hook by "
-                f"register_hook may change the gradient before it is added."
-            )
     modules = model.named_modules()
     found = [f"module {n or 'model'}" for n, m in modules if _has_former_hooks(m, "_")]
     if _has_former_hooks(torch_modules, "_global_"):

@@ -170,6 +170,7 @@ class StepGraph:
         reads: the user's own tensors whose values Python has read, with the user's lines.
         modules: those that the step uses and no distributed model holds.
         looking: parameters with hooks that are called with the gradient when the step has run.
+        accumulated: those with hooks that are called with the parameter then.
         asked: the user's lines that ask for values which depend on the model (`answers.py`).
         gone: attributes of modules that had tensors of the step, and have them no more.
         is_question: whether the step computes what they ask for, and not what comes after it.
@@ -190,6 +191,7 @@ class StepGraph:
     reads: tuple[tuple[torch.Tensor, str], ...] = ()
     modules: tuple[nn.Module, ...] = ()
     looking: tuple[tuple[str, Callable[[torch.Tensor], Any]], ...] = ()
+    accumulated: tuple[tuple[str, Callable[[torch.Tensor], Any]], ...] = ()
     asked: tuple[str, ...] = ()
     gone: tuple[tuple[nn.Module, str], ...] = ()
     is_question: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from mpxla.errors import RankMismatch, StepError
+from mpxla.errors import ConfigError, RankMismatch, StepError
 from mpxla.log import warn_once
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow, Reduced
 from mpxla.parallel.reducer import GradientReducer
@@ -154,6 +154,10 @@ class ModelReducers:
             reducer.prepare_updates(flow.trained)  # also what was frozen when it was placed
             if flow.trained or not changed.isdisjoint(reducer.names):
                 flows.append((reducer, flow))
+        for name in (name for cut in cuts for name, _ in cut.step.accumulated):
+            for reducer, flow in flows:
+                if reducer.names.get(name) in flow.trained:
+                    _check_whole(name, reducer)
         scales = {r.objective_scale(num_microbatches) for r, flow in flows if flow.trained}
         objective_scale = max(scales, default=1.0)
         parts: list[BucketedReduction] = []
@@ -163,3 +167,26 @@ class ModelReducers:
             parts.append(BucketedReduction(reducer, flow, own / objective_scale))
         loss_scales = [reducer.loss_scale for reducer, flow in flows if flow.trained]
         return CombinedReduction(self._rounds, parts, objective_scale, loss_scales, exchanges)
+
+
+def _check_whole(name: str, reducer: GradientReducer) -> None:
+    """Checks that a step call leaves the gradient of a parameter, whose hooks want it, on itself.
+
+    Raises:
+        ConfigError: it is on a master, divided, or that of one replica.
+    """
+    replica, own = reducer.replica, reducer.names[name]
+    problem = None
+    if (
+        own in replica.state.gradient_shards
+        or replica.store.owner(own) is not (replica.state.parameters[own])
+    ):
+        problem = "its gradient is on a master or divided over ranks"
+    elif reducer.options.backward_passes_per_step > 1 < replica.count:
+        problem = "with backward_passes_per_step > 1 its gradient is that of one replica"
+    if problem is not None:
+        raise ConfigError(
+            f"parameter {name} has a hook by register_post_accumulate_grad_hook, and {problem} "
+            f"after a step call. Do what the hook does between the last step call and "
+            f"optimizer.step(), with what optimizer.param_groups holds."
+        )

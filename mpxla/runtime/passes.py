@@ -31,6 +31,7 @@ from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import Gradients, Reducers, StepReduction
 from mpxla.runtime.runner import Ran
 from mpxla.runtime.states import ModelStates
+from mpxla.runtime.valueless import AbsentParameter
 from mpxla.runtime.ways import Pass
 
 __all__ = ["CallRunner"]
@@ -90,6 +91,7 @@ class CallRunner:
         hooks = {(name, id(hook)): hook for step in steps for name, hook in step.looking}
         if call.is_last:
             _show_gradients([(name, hook) for (name, _), hook in hooks.items()], self._states)
+            _tell_of_accumulation(call.plans.values(), self._states)
         passes[-1].plan.runner.scale_rows(found[-1])
         self._end(recorder)
         parts = [
@@ -154,7 +156,7 @@ def _show_gradients(
     """
     for name, hook in hooks:
         parameter = states.tensor(name)
-        if parameter is None or parameter.is_meta:
+        if parameter is None or isinstance(parameter, AbsentParameter):
             continue
         gradient = parameter.grad
         if gradient is None:
@@ -173,3 +175,17 @@ def _show_gradients(
                 f"place of `if`) and return the new gradient; or change param.grad between the "
                 f"step call and optimizer.step()."
             )
+
+
+def _tell_of_accumulation(plans: Iterable[Plan], states: ModelStates) -> None:
+    """Calls hooks by `register_post_accumulate_grad_hook` for what this rank has trained.
+
+    PyTorch calls such a hook after every backward. Here it gets its parameter once per call, when
+    `param.grad` is complete, and may do with both what it wants, such as an update.
+    """
+    trained = {n for plan in plans for stage in plan.cut.stages for n in stage.trained}
+    hooks = {(n, id(hook)): hook for plan in plans for n, hook in plan.cut.step.accumulated}
+    for (name, _), hook in hooks.items():
+        parameter = states.tensor(name) if name in trained else None
+        if parameter is not None and not isinstance(parameter, AbsentParameter):
+            hook(parameter)

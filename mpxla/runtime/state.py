@@ -369,9 +369,10 @@ def _swap(parameter: nn.Parameter, moved: nn.Parameter) -> None:
     own = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
     vars(moved).update(own)
     torch.utils.swap_tensors(parameter, moved)
-    hooks = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
-    if hooks:  # autograd calls those of the other tensor otherwise
-        parameter._backward_hooks = hooks  # pyright: ignore[reportPrivateUsage]
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, kind)
+        if hooks:  # autograd calls those of the other tensor otherwise
+            setattr(parameter, kind, hooks)
 
 
 def _exchange(

@@ -273,3 +273,78 @@ def test_hooks_that_look_and_hooks_that_come_and_go():
 @pytest.mark.slow
 def test_hooks_that_look_on_two_stages():
     check_looks(run_ranks(look_and_change, 2, 2))
+
+
+def with_updates(model):
+    """An update in the backward, as it is done to keep no gradients."""
+    optimizers = {p: torch.optim.Adam([p], lr=0.02) for p in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+    return handles[-1]
+
+
+def update_in_backward(config):
+    """The parameters after three steps, the last without a hook of the last bias."""
+    smp.init({"microbatches": MICROBATCHES, **config})
+    raw = Model(forward)
+    last = with_updates(raw)
+    model = smp.DistributedModel(raw)
+    for number in range(STEPS):
+        if number == STEPS - 1:
+            last.remove()
+        train_step(model, batch_of(number).chunk(smp.rdp_size())[smp.rdp_rank()])
+        smp.step(loss_of)(model, batch_of(number))  # calls none
+    left = {name for name, p in model.local_named_parameters() if p.grad is not None}
+    return left, {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pipeline_parallel_degree": 2},
+        pytest.param({"ddp": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_updates_in_hooks_after_accumulation(config):
+    """They come once per step call, with the mean over microbatches and replicas."""
+    model = Model(forward)
+    last = with_updates(model)
+    for number in range(STEPS):
+        if number == STEPS - 1:
+            last.remove()
+        loss_of(model, batch_of(number)).backward()
+    results = run_ranks(update_in_backward, 2, config)
+    for _, state in results:
+        torch.testing.assert_close(state, model.state_dict())
+    assert "last.bias" in set.union(*(left for left, _ in results)) <= {"last.bias"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "options", "text"),
+    [
+        ({"ddp": True, "shard_optimizer_state": True}, {}, "its gradient is on a master or"),
+        ({"ddp": True}, {"backward_passes_per_step": 2}, "with backward_passes_per_step > 1 its"),
+        ({"fp16": True}, {}, "its gradient is on a master or"),
+    ],
+)
+def test_hooks_after_accumulation_where_no_gradient_is_whole(config, options, text):
+    text = f"parameter first.weight has a hook by register_post_accumulate_grad_hook, and {text}"
+    for error in run_ranks(refused, 1 if "fp16" in config else 2, config, options):
+        assert text in error
+
+
+def refused(config, options):
+    smp.init({"microbatches": MICROBATCHES, **config})
+    raw = Model(forward)
+    with_updates(raw)
+    model = smp.DistributedModel(raw, **options)
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    with pytest.raises(smp.MpxlaError) as error:  # of this rank, or its peer's
+        train_step(model, batch_of(0))
+    return str(error.value)

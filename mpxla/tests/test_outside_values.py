@@ -257,29 +257,3 @@ def test_what_the_methods_of_a_model_read_is_noticed():
     ]
     for (line,), reason in zip(found[1::2], reasons, strict=True):
         assert f"({reason})" in line
-
-
-def hook_late():
-    """Texts of errors, of hooks that come after the first step."""
-    smp.init({"microbatches": 1})
-    raw = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
-    model = smp.DistributedModel(raw)
-
-    @smp.step
-    def train(model, x):
-        value = model(x).square().mean()
-        model.backward(value)
-        return value
-
-    train(model, X)
-    handle = raw[0].weight.register_post_accumulate_grad_hook(print)
-    with pytest.raises(smp.MpxlaError) as error:
-        train(model, X)
-    handle.remove()
-    train(model, X)
-    return str(error.value)
-
-
-def test_a_hook_that_comes_later_is_refused():
-    (text,) = run_ranks(hook_late, 1)
-    assert text.startswith("parameter 0.weight has a hook by register_post_accumulate_grad_hook")

@@ -196,10 +196,6 @@ def test_checkpoints_are_ordinary_operators(is_reentrant):
     )
 
 
-def hook_accumulation(model):
-    model.weight.register_post_accumulate_grad_hook(print)
-
-
 def hook_module(model):
     model.register_backward_hook(print)
 
@@ -207,10 +203,7 @@ def hook_module(model):
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.parametrize(
     ("prepare", "text"),
-    [
-        (hook_accumulation, "parameter weight has a hook by register_post_accumulate_grad_hook"),
-        (hook_module, "module model has a hook by register_backward_hook"),
-    ],
+    [(hook_module, "module model has a hook by register_backward_hook")],
 )
 def test_hooks_on_gradients_are_refused(prepare, text):
     model = nn.Linear(6, 1)
