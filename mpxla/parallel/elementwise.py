@@ -167,15 +167,20 @@ def _trained(
 
 
 def _numbers_in(kept: Iterable[Any], largest: int = 1) -> str:
-    """Numbers and small tensors in plain text, which is equal for nan as well."""
-    return str(
-        [
-            value.tolist() if torch.is_tensor(value) else value
-            for value in kept
-            if isinstance(value, int | float)
-            or (torch.is_tensor(value) and value.numel() <= largest)
-        ]
-    )
+    """Numbers and small tensors in plain text, which is equal for nan as well.
+
+    What a dictionary has by parameter is not among them.
+    """
+    found: list[Any] = []
+    for value in kept:
+        if isinstance(value, dict):
+            by_name = (v for key, v in value.items() if not torch.is_tensor(key))
+            found.append(_numbers_in(by_name, largest))
+        elif torch.is_tensor(value) and value.numel() <= largest:
+            found.append(value.tolist())
+        elif isinstance(value, int | float):
+            found.append(value)
+    return str(found)
 
 
 def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Any:

@@ -99,7 +99,7 @@ class ParametersOfOthers:
                 held.detach(),
                 held.requires_grad,
                 held.grad,
-                [dict(optimizer.state.get(held) or {}) for optimizer in inner],
+                [_state_of(held, optimizer) for optimizer in inner],
             ]
         )
         for position in sorted(everyone.keys() - own.keys()):
@@ -108,7 +108,7 @@ class ParametersOfOthers:
             copy.grad = _moved(gradient, device)
             self._copies[position] = copy
             self._states[position] = [
-                {key: _moved(v, device) if _is_like(v, value) else v for key, v in state.items()}
+                {name: _converted(kept, device, value.shape) for name, kept in state.items()}
                 for state in states
             ]
 
@@ -135,8 +135,10 @@ class ParametersOfOthers:
             self._show(number, [held[position] for position in sorted(held)])
         for number, optimizer in enumerate(optimizers_within(self._optimizer)):
             for position, states in self._states.items():
-                if states[number]:
-                    optimizer.state[self._copies[position]] = states[number]
+                copy, tables = self._copies[position], _tables(optimizer)
+                for name, state in states[number].items():
+                    if name in tables:
+                        tables[name][copy] = state
         self._models.sees_all = True
 
     def _leave(self) -> None:
@@ -145,7 +147,10 @@ class ParametersOfOthers:
         self._models.sees_all = False
         inner = optimizers_within(self._optimizer)
         for position, copy in self._copies.items():
-            self._states[position] = [optimizer.state.pop(copy, {}) for optimizer in inner]
+            self._states[position] = [_state_of(copy, optimizer) for optimizer in inner]
+            for optimizer in inner:
+                for table in _tables(optimizer).values():
+                    table.pop(copy, None)
         for number, own in enumerate(self._own):
             self._show(number, own)
         self._own = None
@@ -159,8 +164,24 @@ class ParametersOfOthers:
                     group["params"][:] = parameters
 
 
-def _is_like(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+def _tables(optimizer: torch.optim.Optimizer) -> dict[str | None, dict[Any, Any]]:
+    """Where an optimizer keeps what belongs to a parameter: its state, and dictionaries in it."""
+    named = {k: v for k, v in optimizer.state.items() if isinstance(k, str) and isinstance(v, dict)}
+    return {None: optimizer.state, **named}
+
+
+def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str | None, Any]:
+    """What each of `_tables` has for a parameter."""
+    found = {name: table.get(parameter) for name, table in _tables(optimizer).items()}
+    return {k: v for k, v in found.items() if v is not None and not (isinstance(v, dict) and not v)}
+
+
+def _converted(kept: Any, device: torch.device, shape: torch.Size) -> Any:
+    """State of a parameter of another rank, with tensors of its shape on a device."""
+    if isinstance(kept, dict):
+        return {key: _converted(value, device, shape) for key, value in kept.items()}
+    is_like = isinstance(kept, torch.Tensor) and kept.shape == shape
+    return _moved(kept, device) if is_like else kept
 
 
 def _moved(value: torch.Tensor | None, device: torch.device) -> Any:

@@ -81,6 +81,30 @@ class ClippingWithin(optim.Optimizer):
             p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
 
 
+class FromStart(optim.Optimizer):
+    """Keeps where parameters began by parameter, in state that has a name, and one number of all.
+
+    It moves no parameter where gradients are large, as those of a trial.
+    """
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if "kept" not in self.state:
+            starts = {p: p.detach().clone() for p in held}
+            self.state["kept"] = {"way": torch.zeros(()), "product": torch.zeros(1), **starts}
+        kept = self.state["kept"]
+        kept["product"] += sum(float((p.grad * (kept[p] - p)).sum()) for p in held)
+        kept["way"] += 1.0
+        product = float(kept["product"].abs())
+        factor = product if kept["way"] > 2 and product < 1 else 1.0
+        for p in held:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] * factor)
+
+
 def by_distance(run):
     """Its state is loaded into another one midway, with one layer more."""
     run.raw.right.requires_grad_(False)
@@ -122,6 +146,12 @@ def sharpness_aware_with_closures(run):
         optimizer.step(closure)
 
 
+def from_start(run):
+    optimizer = run.wrapped(FromStart(run.model.parameters()))
+    run.loop(optimizer)
+    del optimizer.state["kept"]  # torch saves no names for its parameters
+
+
 def clipping_within(run):
     run.loop(run.wrapped(ClippingWithin(run.model.parameters())))
 
@@ -134,6 +164,7 @@ HABITS = {
         sharpness_aware,
         sharpness_aware_with_closures,
         clipping_within,
+        from_start,
     )
 }
 
@@ -145,7 +176,7 @@ def train(config, names):
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        ("stages", ["by_distance", "sharpness_aware_with_closures"]),
+        ("stages", ["by_distance", "sharpness_aware_with_closures", "from_start"]),
         *(pytest.param(w, list(HABITS), marks=pytest.mark.slow) for w in ("stages", "pairs")),
     ],
 )
