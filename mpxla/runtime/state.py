@@ -7,6 +7,8 @@ This module must not know about graphs or schedules.
 """
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -368,6 +370,8 @@ def _swap(parameter: nn.Parameter, moved: nn.Parameter) -> None:
     """Makes a parameter another tensor, with the attributes that users have given it."""
     own = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
     vars(moved).update(own)
+    if weakref.getweakrefs(parameter):  # torch then refuses
+        gc.collect()  # a capture that has ended early leaves some, as of recurrent layers
     torch.utils.swap_tensors(parameter, moved)
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, kind)

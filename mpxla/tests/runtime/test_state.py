@@ -1,5 +1,7 @@
 """Names and storage of a model's parameters and buffers."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,15 @@ def test_before_placing_everything_is_local():
     state = ModelState(Tied())
     assert not state.is_placed
     assert [name for name, _ in state.local_parameters()] == PARAMETERS
+
+
+def test_garbage_that_refers_to_a_parameter_weakly_does_not_keep_it():
+    module = Tied()
+    garbage: list = [weakref.ref(module.norm.weight)]
+    garbage.append(garbage)
+    del garbage
+    ModelState(module).place([], CPU)
+    assert module.norm.weight.is_meta
 
 
 def test_placing_keeps_identity_and_frees_the_rest():
