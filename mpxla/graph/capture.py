@@ -252,6 +252,7 @@ class _Asked:
     answers: tuple[int, ...] | None
     left: Mapping[str, Any]
     thawed: set[str]
+    replicas: Sequence[int]
 
 
 class _StepModule(nn.Module):
@@ -286,7 +287,7 @@ class _StepModule(nn.Module):
         answers = Answers(self._asked.answers)
         flags = Flags(self.model, self._asked.thawed, self._real())
         self.returned.thawed = flags.thawed
-        semantics = StepSemantics(self._counts, flags, tape, answers)
+        semantics = StepSemantics(self._counts, flags, tape, answers, self._asked.replicas)
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
         _recorder = recorder = BackwardRecorder(
@@ -299,7 +300,7 @@ class _StepModule(nn.Module):
                 semantics,
                 self._counts.answering(semantics.constants.truth_of),
                 masks_decided(semantics.constants),
-                own_backwards_captured(contents.read, flags.reentrant),
+                own_backwards_captured(contents.read, flags.reentrant, semantics.replicas),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
                 module_hooks_captured(),
@@ -401,6 +402,7 @@ def capture_step(
     left: Mapping[str, Any] | None = None,
     thawed: set[str] | None = None,
     decided: set[str] | None = None,
+    replicas: Sequence[int] = (),
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -425,6 +427,7 @@ def capture_step(
             others.
         decided: the user's lines that ask whether a mask is true anywhere, where the answer is
             asked for; gets others, if masks choose no rows. None if it may not ask.
+        replicas: ranks that hold the same tensors, this one among them, for collectives.
 
     Raises:
         AgainError: it trains more of those, or gives parameters attributes that they are to have.
@@ -435,7 +438,9 @@ def capture_step(
     """
     kept, left = kept or Kept(), {} if left is None else left  # the function fills it
     thawed = set() if thawed is None else thawed
-    asked = _Asked(function, model, leaves, canonical_names, known, kept, answers, left, thawed)
+    asked = _Asked(
+        function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas
+    )
     (step, chooses_rows), raises_at = without_exception(
         lambda lines: _captured(asked, Counts(None, lines, decided or ()))
     )

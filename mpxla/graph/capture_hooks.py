@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_autograd import apply_captured, own_containers
 from mpxla.graph.capture_checkpoints import run_checkpointed
+from mpxla.graph.capture_collectives import Replicas
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 
@@ -93,7 +94,9 @@ def optimizers_refused() -> Generator[None]:
 
 @contextlib.contextmanager
 def own_backwards_captured(
-    read: Callable[[Any], Any], reentrant: Callable[[Callable[[], Any]], Any]
+    read: Callable[[Any], Any],
+    reentrant: Callable[[Callable[[], Any]], Any],
+    replicas: Replicas,
 ) -> Generator[None]:
     """Captures every `torch.autograd.Function` whose backward would count.
 
@@ -103,6 +106,7 @@ def own_backwards_captured(
     Args:
         read: gives arguments with the values that tensors among them have now.
         reentrant: runs such a checkpoint.
+        replicas: run collectives that torch has made such functions.
     """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
@@ -114,6 +118,8 @@ def own_backwards_captured(
         if cls is CheckpointFunction:
             body, _, *inputs = args
             return reentrant(lambda: run_checkpointed(body, inputs))
+        if replicas.takes(cls):
+            return replicas.call(cls, args, kwargs)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if counts and not cls.__module__.startswith(("torch.", "mpxla.graph.")):

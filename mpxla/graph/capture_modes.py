@@ -19,7 +19,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops.flex_attention import math_attention
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed import get_world_size
 from torch.export import _trace as torch_exporter
 from torch.fx import graph
 from torch.nn.attention import flex_attention
@@ -30,6 +29,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.answers import Answers, modules_left
 from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
+from mpxla.graph.capture_collectives import Replicas
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
 from mpxla.graph.capture_flags import Flags
@@ -52,7 +52,6 @@ from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
-from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
@@ -87,8 +86,10 @@ class StepSemantics(TorchFunctionMode):
         flags: Flags,
         tape: Tape | None = None,
         answers: Answers | None = None,
+        replicas: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self.replicas = Replicas(replicas)
         self._counts, self._flags = counts, flags
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape, answers)
@@ -114,13 +115,9 @@ class StepSemantics(TorchFunctionMode):
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
                 f"model.backward(loss) there: gradients have to flow through all stages."
             )
-        if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
-            if func.__name__ in _IN_PLACE and not kwargs.get("async_op") and get_world_size() == 1:
-                return None  # one rank's own values
-            raise CaptureError(
-                f"{func.__name__} is a collective inside a step function{at_user_line()}. "
-                f"{COLLECTIVES_OUTSIDE}"
-            )
+        if self.replicas.takes(func):
+            with self:
+                return self.replicas.call(func, args, kwargs)
         if isinstance(func, HigherOrderOperator) and func.name() in CONTROL_FLOW:
             with self:
                 return CONTROL_FLOW[func.name()](*args, **kwargs)
@@ -235,8 +232,6 @@ def _refuse_foreign_parameter(value: Any) -> None:
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _flag: Any = torch.Tensor.requires_grad
 _GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
-_IN_PLACE = ("all_reduce", "broadcast", "reduce")
-"""Collectives that change nothing where there is one rank."""
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _VERDICTS: dict[Any, Any] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),

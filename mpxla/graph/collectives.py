@@ -131,7 +131,11 @@ def _with_derivative(
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             return derivative(gradient, *ctx.where), *(None for _ in ctx.where)
 
-    return WithDerivative.apply
+    # A function of a module: the code of a graph cannot name the `apply` of a class.
+    def run(value: torch.Tensor, *where: Any) -> torch.Tensor:
+        return WithDerivative.apply(value, *where)
+
+    return run
 
 
 _sum = _with_derivative(_all_reduce, _copy)

@@ -83,6 +83,7 @@ class StepCutter:
         self._session, self._states, self._members = session, states, members
         self._placement, self._control, self._life = placement, control, life
         self._sharing = session.topology.tp_group(session.rank)
+        self._replicas = session.topology.rdp_group(session.rank)
         self._given = config
         self._kept = kept
         self._pp_rank = session.topology.pp_rank(session.rank)
@@ -122,6 +123,7 @@ class StepCutter:
                 self._session.kept,
                 PythonState(call.outside),
                 self._decided[call.signature.function] if self._may_ask else None,
+                self._replicas,
             )
             signature, step, reads = tracing.trace(call.signature, call.drawer, self._may_ask)
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough

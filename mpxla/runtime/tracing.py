@@ -57,7 +57,7 @@ class Tracing:
 
     `values` gives the tensor leaves of one microbatch, where Python needs them; `state` is what
     captures leave in attributes. `decided` is for `capture_step`, and the function's own from call
-    to call: all its ways ask alike.
+    to call: all its ways ask alike. So are `replicas`.
     """
 
     function: Callable[..., Any]
@@ -67,6 +67,7 @@ class Tracing:
     graphs: Kept
     state: PythonState = field(default_factory=PythonState)
     decided: set[str] | None = None
+    replicas: Sequence[int] = ()
 
     def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
         """Captures a step with as many of its floats as inputs as Python lets it.
@@ -191,6 +192,7 @@ class Tracing:
                 counting.left,
                 thawed,
                 self.decided,
+                self.replicas,
             )
             used = {role.name for node, role in step.roles.items() if node.users}
             is_same = step.follows_from_itself

@@ -1,16 +1,22 @@
-"""After `smp.init`, torch's collectives take tensors of the device; inside a step they are refused.
+"""After `smp.init`, torch's collectives take tensors of the device; in a step, replicas have some.
 
 Every function above a test runs on every rank and returns what it saw.
 """
 
 import re
+import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.nn
+from torch import nn
 from torch.distributed import all_reduce as all_reduce_by_name
 
+from mpxla.errors import CaptureError
+from mpxla.graph.capture_collectives import Replicas
 from mpxla.tests.backends import on_device
-from mpxla.tests.clients import data, raw_model, refused_in_a_step, start
+from mpxla.tests.clients import REPLICAS, data, raw_model, refused_in_a_step, start
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -69,18 +75,125 @@ def test_collectives_of_torch_take_device_tensors():
         }
 
 
+class OwnGather(torch.autograd.Function):
+    """Gathers in its forward and sums in its backward, as scripts do."""
+
+    @staticmethod
+    def forward(ctx, value):
+        found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, value)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        total = torch.stack(gradients)
+        dist.all_reduce(total)
+        return total[dist.get_rank()]
+
+
+class Contrast(nn.Module):
+    """Every sample against those of all replicas, and numbers of all samples that are tracked."""
+
+    center: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+        self.register_buffer("center", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        h = self.norm(torch.tanh(self.layer(x)))
+        with torch.no_grad():
+            mean, largest, number = h.mean(0), h.amax(0), (x[:, 0] > 0).sum()
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG if self.is_captured else dist.ReduceOp.SUM)
+            self.center.lerp_(mean if self.is_captured else mean / 2, 0.1)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True).wait()
+            dist.all_reduce(number)
+            self.count += number
+            everything = torch.zeros(2 * len(h), 6)
+            dist.all_gather_into_tensor(everything, h.detach())
+        own, torchs = torch.cat(OwnGather.apply(h)), torch.cat(torch.distributed.nn.all_gather(h))
+        loss = (h @ own.T + 0.5 * h @ torchs.T.square()).logsumexp(1).mean()
+        total = torch.distributed.nn.all_reduce(h.clone()) + everything.sum(0)
+        doubled = h * 2
+        dist.all_reduce(doubled)  # has the gradient that it had before
+        return loss + (h - self.center - largest).square().mean() + (total * doubled).mean()
+
+
+def samples(index, rank):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * index + rank))
+
+
+def trained_with_others():
+    smp = start(**REPLICAS)
+    rank, plain = smp.rank(), Contrast()
+    plain.is_captured = False  # gloo has no averages
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = Contrast()
+    model.is_captured = True
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    losses, expected = [], []
+    for index in range(3):
+        x = samples(index, rank)
+        optimizer.zero_grad()
+        losses.append(step(model, x).reduce_mean().item())
+        optimizer.step()
+        plain_optimizer.zero_grad()
+        expected.append(0.0)
+        for half in x.chunk(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it would rather not be differentiated in place
+                loss = plain(half)
+            (loss / 2).backward()
+            expected[-1] += loss.item() / 2
+        for parameter in plain.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        plain_optimizer.step()
+        for buffer in plain.buffers():  # batch norm has the statistics of its own samples
+            dist.broadcast(buffer, 0)
+    return losses, expected, dict(model.state_dict()), dict(plain.state_dict())
+
+
+def test_replicas_exchange_in_a_step_what_they_would_in_processes_of_torch():
+    for losses, expected, state, plain in run_ranks(trained_with_others, 2):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state, plain, rtol=1e-5, atol=1e-5)
+
+
 def collective_in_a_step():
     def reduce(loss):
-        dist.all_reduce(loss)
+        whole = torch.stack([loss, loss])
+        dist.reduce_scatter_tensor(loss, whole)
         return loss
 
     return refused_in_a_step(reduce)
 
 
-def test_a_collective_inside_a_step_is_refused():
-    text = r"all_reduce is a collective inside a step function at .*test_torch_collectives.py:\d+: "
+def test_another_collective_inside_a_step_is_refused():
+    text = r"reduce_scatter_tensor is a collective inside a step .*test_torch_collectives.py:\d+: "
     for found in run_ranks(collective_in_a_step, 2):
-        assert re.search(f"{text}dist.", found)
+        assert re.search(f"{text}dist.", found) and "alone may be there: all_reduce" in found
+
+
+@pytest.mark.unit
+def test_a_collective_with_other_members_than_the_replicas_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
+    with pytest.raises(
+        CaptureError, match=r"between the ranks \[0, 1, 2, 3\].* ranks \[0, 2\]: pass"
+    ):
+        Replicas([0, 2]).call(dist.all_reduce, (torch.ones(1),), {})
 
 
 def collective_of_one_rank():
