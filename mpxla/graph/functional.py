@@ -205,26 +205,29 @@ def _writes_inputs(graph: fx.Graph) -> bool:
 
 
 def _read_tied_once(program: torch.export.ExportedProgram) -> None:
-    """Lets tied parameters be read by their first names, in place, where a program writes.
+    """Lets tied parameters and shared buffers be read by their first names, where a program writes.
 
-    Torch refuses a tensor that is an input twice and written to; what is read by no other name may
-    be another tensor there.
+    In place. Torch refuses a tensor that is an input twice and written to, such as the statistics
+    of a norm that two modules hold; what is read by no other name may be another tensor there.
     """
     parts = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     if not any(has_writes(part.graph) for part in parts):
         return
-    state: dict[str, Any] = program.state_dict
+    state, others = program.state_dict, program.constants  # buffers of no state dict
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     first: dict[int, fx.Node] = {}
     for spec in program.graph_signature.input_specs:
-        value = state.get(spec.target or "")
-        node = placeholders.get(getattr(spec.arg, "name", ""))
-        if not isinstance(value, nn.Parameter) or node is None:
+        name = spec.target or ""
+        values: dict[str, Any] = state if name in state else others
+        node, value = placeholders.get(getattr(spec.arg, "name", "")), values.get(name)
+        if not isinstance(value, torch.Tensor) or node is None:
             continue
         known = first.setdefault(id(value), node)
         if known is not node:
             node.replace_all_uses_with(known)
-            state[spec.target or ""] = nn.Parameter(value.detach().clone(), value.requires_grad)
+            other = value.detach().clone()
+            is_parameter = isinstance(value, nn.Parameter)
+            values[name] = nn.Parameter(other, value.requires_grad) if is_parameter else other
 
 
 def _composites(module: fx.GraphModule) -> set[OpOverload]:

@@ -272,3 +272,33 @@ def test_operators_with_their_own_kernels_for_autograd_keep_their_derivatives(re
     (gradient,) = torch.autograd.grad(found.square().sum(), weight)
     (expected,) = torch.autograd.grad(model(x).square().sum(), model.layer.weight)
     torch.testing.assert_close(gradient, expected)
+
+
+class Counted(nn.Module):
+    """A norm and a count that another module may hold as well."""
+
+    def __init__(self, norm, count):
+        super().__init__()
+        self.norm = norm
+        self.register_buffer("count", count, persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        return self.norm(x).sin() * self.count
+
+
+def test_what_two_modules_hold_is_written_once():
+    def made():
+        norm, count = nn.BatchNorm1d(4), torch.zeros(())
+        return nn.Sequential(Counted(norm, count), Counted(norm, count))
+
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    plain, program = made(), torch.export.export(made(), (x,), strict=False)
+    found = functionalize(program).module()
+    torch.testing.assert_close(found(x), plain(x))
+    names = [name for name, _ in plain.named_buffers()]
+    assert names == [
+        f"0.{n}" for n in ("count", *(f"norm.{b}" for b, _ in plain[0].norm.named_buffers()))
+    ]
+    for name in names:
+        torch.testing.assert_close(found.get_buffer(name), plain.get_buffer(name))
