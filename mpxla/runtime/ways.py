@@ -69,8 +69,8 @@ def problem_of_ways(plans: Sequence[Plan], num_replicas: int) -> str | None:
         return "the ways draw other random numbers in Python"
     if any(plan.exchanges for plan in plans):
         return (
-            "ranks exchange values while they run (sharded_data_parallel_degree, SyncBatchNorm), "
-            "and all have to run the same programs"
+            "ranks exchange values while they run (sharded_data_parallel_degree, SyncBatchNorm, "
+            "collectives), and all have to run the same programs"
         )
     if num_replicas > 1 and any(step.scaled_tables for step in steps):
         return "replicas scale rows of an embedding (max_norm) together after each of them"
