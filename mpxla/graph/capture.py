@@ -144,12 +144,14 @@ class BackwardRecorder:
         is_constant: says whether it is the same in every call, while others are changing.
         note_backward: called with the tensors when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
+        stand_ins: parameters by the ids of the tensors that stand for them.
     """
 
     is_known: Callable[[torch.Tensor], bool]
     is_constant: Callable[..., bool]
     note_backward: Callable[[Sequence[torch.Tensor]], None]
     is_trial: bool = False
+    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
     recording: Recording = field(default_factory=Recording)
@@ -265,7 +267,7 @@ class _StepModule(nn.Module):
 
     def __init__(self, asked: _Asked, counts: Counts):
         super().__init__()
-        real = {id(parameter): name for name, parameter in asked.model.named_parameters()}
+        real = dict(asked.model.named_parameters())
         self._real = lambda: real  # no dictionary: export compares what modules hold
         self.model = asked.model
         self._asked, self._counts = asked, counts
@@ -285,13 +287,15 @@ class _StepModule(nn.Module):
         known = self._asked.known
         tape = None if known is None else Tape()
         answers = Answers(self._asked.answers)
-        flags = Flags(self.model, self._asked.thawed, self._real())
+        real = {id(parameter): name for name, parameter in self._real().items()}
+        flags = Flags(self.model, self._asked.thawed, real)
         self.returned.thawed = flags.thawed
         semantics = StepSemantics(self._counts, flags, tape, answers, self._asked.replicas)
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
+        stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
         _recorder = recorder = BackwardRecorder(
-            constants.is_known, constants.is_constant, contents.note_backward, is_trial
+            constants.is_known, constants.is_constant, contents.note_backward, is_trial, stand_ins
         )
         if known is not None:
             semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)

@@ -25,6 +25,7 @@ from mpxla.graph.carried import Carried, CarriedError, Form, carried_of, form_of
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead
 from mpxla.graph.number import is_number
+from mpxla.graph.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
 from mpxla.graph.reach import Outside
 from mpxla.graph.recorded import is_recordable
@@ -429,12 +430,18 @@ def attributes_noted(
         counted: names of attributes that do not count, since they are inputs.
         contents: gets containers that are read, with what they hold.
     """
-    log = AttributeLog(held, texts, counted, contents)
+    log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents)
     kinds = {type(h.value) for h in held.values() if not isinstance(h.value, nn.Module)}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(parameters_noted(_parameter_of, log))
         for kind in (nn.Module, *kinds):
             stack.enter_context(_class_noted(kind, log))
         yield log
+
+
+def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    recorder = current_recorder()
+    return None if recorder is None else recorder.stand_ins.get(id(tensor))
 
 
 def outside_values(found: Outside) -> list[Read]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from mpxla.graph.user_code import AgainError
 
-__all__ = ["Attribute", "HeldTensor", "NewAttributesError", "attributes_of"]
+__all__ = ["Attribute", "HeldTensor", "NewAttributesError", "attributes_of", "set_by_users"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +116,14 @@ class NewAttributesError(AgainError):
 
 
 def attributes_of(module: nn.Module) -> Iterator[Attribute]:
-    """Those of a module's own parameters; names with an underscore are of libraries."""
+    """Those of a module's own parameters that users have set."""
     for key, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
         if parameter is not None and parameter.__dict__:
-            for name, value in parameter.__dict__.items():
-                if isinstance(value, torch.Tensor) and not name.startswith("_"):
+            for name, value in set_by_users(parameter).items():
+                if isinstance(value, torch.Tensor):
                     yield Attribute(module, f"{key}__{name}", key, name)
+
+
+def set_by_users(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a parameter that are neither torch's nor this library's."""
+    return {k: v for k, v in vars(parameter).items() if not k.startswith(("_is_param", "_mpxla"))}

@@ -21,7 +21,7 @@ from mpxla.errors import MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.graph.carried import CarriedTensor
 from mpxla.graph.held_tensors import held_tensors
-from mpxla.graph.tensor_places import HeldTensor
+from mpxla.graph.tensor_places import HeldTensor, set_by_users
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard
@@ -368,8 +368,7 @@ def _without_weak_references(module: nn.Module) -> Generator[None]:
 
 def _swap(parameter: nn.Parameter, moved: nn.Parameter) -> None:
     """Makes a parameter another tensor, with the attributes that users have given it."""
-    own = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
-    vars(moved).update(own)
+    vars(moved).update(set_by_users(parameter))
     if weakref.getweakrefs(parameter):  # torch then refuses
         gc.collect()  # a capture that has ended early leaves some, as of recurrent layers
     torch.utils.swap_tensors(parameter, moved)
