@@ -13,6 +13,7 @@ again, with one answer more, until it comes to its end.
 This module must not know how a step is captured or run.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,6 +74,8 @@ class Answers:
         asked: what it has asked, as tensors of one truth value or integer.
         lines: the user's lines that have asked it, as `at_user_line` gives them.
         is_open: whether the last of it has no answer.
+        is_function_traced: whether a `torch.autograd.Function` is traced now, as a graph of its own
+            that has no place for questions.
     """
 
     def __init__(self, given: tuple[int, ...] | None):
@@ -80,13 +83,14 @@ class Answers:
         self.asked: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.is_open = False
+        self.is_function_traced: Callable[[], bool] = lambda: False
         # By tensor, which is held so that no other one gets its id, and its writes.
         self._integers: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
 
     def may_answer(self, tensor: torch.Tensor) -> bool:
         """Whether Python may ask for the truth of a tensor, or the integer that it holds."""
         is_one = not is_functorch_wrapped_tensor(tensor) and tensor.numel() == 1
-        return self._given is not None and is_one
+        return self._given is not None and is_one and not self.is_function_traced()
 
     def truth_of(self, tensor: torch.Tensor) -> bool:
         """The answer; see `_answer`."""

@@ -304,7 +304,9 @@ class _StepModule(nn.Module):
                 semantics,
                 self._counts.answering(semantics.constants.truth_of),
                 masks_decided(semantics.constants),
-                own_backwards_captured(contents.read, flags.reentrant, semantics.replicas),
+                own_backwards_captured(
+                    contents.read, flags.reentrant, semantics.replicas, constants.know_as
+                ),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
                 module_hooks_captured(),

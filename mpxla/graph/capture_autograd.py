@@ -35,6 +35,9 @@ from mpxla.graph.user_code import at_user_line
 
 __all__ = ["DifferentiatesInsideError", "apply_captured", "own_containers"]
 
+_KnowAs = Callable[[torch.Tensor, torch.Tensor], None]
+"""Makes known of one tensor what is known of the value of another."""
+
 
 class DifferentiatesInsideError(Exception):
     """A function calls autograd itself, as reversible networks do in their backward."""
@@ -71,8 +74,8 @@ class _Context(FunctionCtx):
 class _Traced:
     """The function as a graph: forward, then one node for every gradient, then backward."""
 
-    def __init__(self, function: Any, args: tuple[Any, ...]):
-        self._function, self._args = function, args
+    def __init__(self, function: Any, args: tuple[Any, ...], know_as: _KnowAs):
+        self._function, self._args, self._know_as = function, args, know_as
         leaves, self._spec = pytree.tree_flatten(args)
         self._sizes = [len(pytree.tree_leaves(argument)) for argument in args]  # a dict may grow
         self._leaves = leaves
@@ -156,6 +159,7 @@ class _Traced:
         own = [v.clone() if i in self.changed else v for i, v in enumerate(inputs)]
         for place, value in zip(self._places, own, strict=True):
             leaves[place] = value
+            self._know_as(value, self._leaves[place])
         args = pytree.tree_unflatten(leaves, self._spec)
         args = own_containers(self._args, args)
         needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in self._args)
@@ -310,7 +314,8 @@ def _has_own_setup(function: Any) -> bool:
 
 def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors of the same kinds that no graph knows."""
-    with _disable_current_modes(), _outer_modes_off(), _fake_mode(tensors):
+    # To the modes of mpxla they would be constants, with the values that are in new memory.
+    with _disable_current_modes(), DisableTorchFunction(), _fake_mode(tensors):
         made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
         for stand_in, tensor in zip(made, tensors, strict=True):
             stand_in.requires_grad_(tensor.requires_grad)
@@ -365,12 +370,17 @@ def _lifted(module: fx.GraphModule, forward_names: set[str]) -> list[torch.Tenso
 
 
 def apply_captured(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_kept: bool = False
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_kept: bool = False,
+    know_as: _KnowAs = lambda stand_in, argument: None,
 ) -> Any:
     """What `function.apply(*args, **kwargs)` returns, as one operator of the captured step.
 
     The backward of the class `function` counts; tensors among the arguments have no values. The
-    operator stays in the graph if nothing reads its results, if it is to be kept.
+    operator stays in the graph if nothing reads its results, if it is to be kept. What is known of
+    the value of an argument is told of what stands for it by `know_as`.
 
     Raises:
         CaptureError: it changes an argument in place.
@@ -379,7 +389,7 @@ def apply_captured(
         bound = inspect.signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args = bound.args
-    traced = _Traced(function, args)
+    traced = _Traced(function, args, know_as)
     operator = cast(Any, operator_of(traced.divided()))
     if is_kept:
         has_side_effect(operator)

@@ -109,6 +109,11 @@ class Constants:
                 self._known[leaf] = _Known(value, value._version, leaf._version, is_input=True)
                 self._tape.begin_input(value, place)
 
+    def know_as(self, stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Makes the value of a tensor, if it is known, that of another one as well."""
+        if self.has_value(tensor):
+            self._follow(torch.clone, (tensor,), {}, stand_in)
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
         args, kwargs = self._with_values(func, args, kwargs)

@@ -97,6 +97,7 @@ def own_backwards_captured(
     read: Callable[[Any], Any],
     reentrant: Callable[[Callable[[], Any]], Any],
     replicas: Replicas,
+    know_as: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> Generator[None]:
     """Captures every `torch.autograd.Function` whose backward would count.
 
@@ -107,6 +108,7 @@ def own_backwards_captured(
         read: gives arguments with the values that tensors among them have now.
         reentrant: runs such a checkpoint.
         replicas: run collectives that torch has made such functions.
+        know_as: makes known of one tensor what is known of the value of another.
     """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
@@ -123,7 +125,7 @@ def own_backwards_captured(
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if counts and not cls.__module__.startswith(("torch.", "mpxla.graph.")):
-            return apply_captured(cls, args, kwargs)
+            return apply_captured(cls, args, kwargs, know_as=know_as)
         return own(*args, **kwargs)
 
     def of_function(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -98,6 +98,8 @@ class StepSemantics(TorchFunctionMode):
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
+        if answers is not None:
+            answers.is_function_traced = lambda: self.of_function[0]
         self._gradients = Gradients(flags)
         self._recurrences = Recurrences()
 
@@ -172,6 +174,8 @@ class StepSemantics(TorchFunctionMode):
             return self._verdict(_VERDICTS[func], args, kwargs)
         func = CAPTURED_FUNCTIONS.get(func, func)
         if args and isinstance(args[0], torch.Tensor) and self.constants.has_value(args[0]):
+            return self.writes.call(func, args, kwargs)
+        if self.of_function[0]:  # whose graph is another one: no question can be a result there
             return self.writes.call(func, args, kwargs)
         return self._counts.call(self.writes.call, func, args, kwargs)
 

@@ -91,6 +91,21 @@ def branch(model, leaves):
     current_recorder().backward(F.linear(leaves[0], weight).mean())
 
 
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x if x.sum() > 3 else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def branch_forward(model, leaves):
+    """Nor by what the memory of its stand-in has."""
+    current_recorder().backward(Doubling.apply(model(leaves[0])).mean())
+
+
 def retain(model, leaves):
     out = model(leaves[0])
     out.retain_grad()
@@ -129,6 +144,7 @@ def clear_by_optimizer(model, leaves):
             r"^The step function depends on a tensor's value in Python at .*g / g",
         ),
         (branch, r"^The step function depends on a tensor's value in Python at .*_hooks\.py"),
+        (branch_forward, r"^The step function depends on .* in Python at .*: return 2 \* x if x"),
         (retain, r"^retain_grad\(\) was called in a step function at .*"),
         (clip, r"The gradient of a tensor is used in a step function at .*hooks\.py:\d+: nn\.util"),
         (clear, r"The gradient of a tensor is used .* Read, clip and clear them outside"),
@@ -169,6 +185,28 @@ def test_what_needs_no_gradient_has_none():
     model.weight.requires_grad_(False)
     with pytest.raises(CaptureError, match="The gradient of a tensor is used"):
         capture(model, lambda leaves: model.weight.grad)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bounds):
+        ctx.number = int((bounds[1] - bounds[0]).item())
+        return x * ctx.number + torch.arange(bounds[1].item()).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.number, None
+
+
+def test_own_functions_read_what_is_known_of_their_arguments():
+    def step(leaves):
+        loss = Times.apply(model(leaves[0]), torch.tensor([1.0, 4.0])).sum()
+        current_recorder().backward(loss)
+        return loss
+
+    model, x = nn.Linear(6, 1), torch.randn(4, 6)
+    *_, loss = run(capture(model, step), model, [x])
+    torch.testing.assert_close(loss, (3 * model(x) + 6).sum().detach())
 
 
 def test_own_backwards_do_not_matter_to_evaluation():
