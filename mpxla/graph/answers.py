@@ -69,6 +69,8 @@ class Answers:
 
     Args:
         given: what Python gets, in order; None where it may not ask.
+        lines: the lines that asked for it in a capture that went another way at a mask; this one
+            may leave out some.
 
     Attributes:
         asked: what it has asked, as tensors of one truth value or integer.
@@ -78,8 +80,9 @@ class Answers:
             that has no place for questions.
     """
 
-    def __init__(self, given: tuple[int, ...] | None):
-        self._given = given
+    def __init__(self, given: tuple[int, ...] | None, lines: tuple[str, ...] | None = None):
+        self._given, self._expected = given, lines
+        self._place = -1
         self.asked: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.is_open = False
@@ -128,14 +131,21 @@ class Answers:
                 f"way of its own through the step: loop a fixed number of times, and choose with "
                 f"torch.where."
             )
+        line = at_user_line()
         self.asked.append(asked)
-        self.lines.append(at_user_line())
-        if len(self.asked) > len(self._given):
+        self.lines.append(line)
+        self._place += 1
+        while self._expected is not None and line not in self._expected[self._place :][:1]:
+            if self._place >= len(self._expected):
+                self.is_open = True
+                raise Undecided
+            self._place += 1
+        if self._place >= len(self._given):
             if self._given and isinstance(self._given[-1], Guess):
                 return self._given[-1]
             self.is_open = True
             raise Undecided
-        return self._given[len(self.asked) - 1]
+        return self._given[self._place]
 
     def check(self) -> None:
         """After a whole capture.
@@ -144,7 +154,9 @@ class Answers:
             CaptureError: the function has not asked for all answers.
         """
         assert self._given is not None or not self.asked
-        if not self.is_open and len(self.asked) < len(self._given or ()):
+        if self._expected is not None or self.is_open:
+            return
+        if len(self.asked) < len(self._given or ()):
             raise CaptureError(
                 "The step function branches on values that depend on the model, and asked for "
                 "fewer of them when it was captured again. What decides in Python must follow "

@@ -265,12 +265,12 @@ class _StepModule(nn.Module):
     own attributes change in `forward`.
     """
 
-    def __init__(self, asked: _Asked, counts: Counts):
+    def __init__(self, asked: _Asked, counts: Counts, lines: tuple[str, ...] | None):
         super().__init__()
         real = dict(asked.model.named_parameters())
         self._real = lambda: real  # no dictionary: export compares what modules hold
         self.model = asked.model
-        self._asked, self._counts = asked, counts
+        self._asked, self._counts, self._lines = asked, counts, lines
         self.returned = _Returned()
         self.attributes: list[Attribute] = []
         self.hooks: dict[str, list[Hook]] = {}
@@ -286,7 +286,7 @@ class _StepModule(nn.Module):
         global _recorder
         known = self._asked.known
         tape = None if known is None else Tape()
-        answers = Answers(self._asked.answers)
+        answers = Answers(self._asked.answers, self._lines)
         real = {id(parameter): name for name, parameter in self._real().items()}
         flags = Flags(self.model, self._asked.thawed, real)
         self.returned.thawed = flags.thawed
@@ -453,8 +453,15 @@ def capture_step(
     if step.is_question:
         return as_question(step)
     lines = {check.label for check in step.prints if check.check is Check.ROWS}
-    others = {line: _captured(asked, Counts(line, raises_at, decided or ()))[0] for line in lines}
-    harmless = {line for line, other in others.items() if needs_no_rows(step, line, other)}
+    others = {
+        line: _captured(asked, Counts(line, raises_at, decided or ()), step.asked)[0]
+        for line in lines
+    }
+    harmless = {
+        line
+        for line, other in others.items()
+        if not other.is_question and needs_no_rows(step, line, other)
+    }
     if known is None and lines - harmless:
         raise ValueNeededError(
             f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
@@ -487,11 +494,13 @@ _SUPPOSED = {
 }
 
 
-def _captured(asked: _Asked, counts: Counts) -> tuple[StepGraph, bool]:
-    """See `capture_step`; and whether masks choose rows."""
+def _captured(
+    asked: _Asked, counts: Counts, lines: tuple[str, ...] | None = None
+) -> tuple[StepGraph, bool]:
+    """See `capture_step`, and `Answers` for the lines; and whether masks choose rows."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, known, canonical_names = asked.model, asked.known, asked.canonical_names
-    wrapper = _StepModule(asked, counts)
+    wrapper = _StepModule(asked, counts, lines)
     returned = wrapper.returned
     named = [*model.named_parameters()]
     trained = _names_of([p for n, p in named if p.requires_grad or n in asked.thawed], model)

@@ -155,7 +155,9 @@ class Counts:
             for number in (0, 1, *_SEVERAL)
         )
         if len(symbols) > 1 or any(other != others[0] for other in others):
-            raise NeedsValueError(f"how many rows a mask chooses: {expr}")
+            # As numbers of the program, which may be asked for.
+            counted = [self._masks[symbol].count_nonzero() for symbol in symbols]
+            return bool(sympy.lambdify([*symbols], expr, "math")(*counted))
         if without == others[0]:
             return bool(without)
         is_empty = self._ask(self._masks[next(iter(symbols))])

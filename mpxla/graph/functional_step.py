@@ -112,8 +112,11 @@ def constants_of(program: ExportedProgram) -> Constants:
     values = {name: cast(torch.Tensor, program.constants[name]) for name in targets}
     if any(isinstance(value, FakeTensor) for value in values.values()):
         raise CaptureError(
-            "The step function makes a tensor, by torch.arange say, that something else held while "
-            "the step was captured: a profiler or debugger, in a thread that keeps the frames of "
+            "The step function uses a tensor that something outside of the model has kept from an "
+            "earlier capture or from this one. Either it appends tensors to a list, dictionary or "
+            "object that is no part of the model (states of a metric, say) and reads them there: "
+            "return these tensors from the step and collect them outside, or make what holds them "
+            "a part of the model. Or a profiler or debugger, in a thread, keeps the frames of "
             "running functions. Start it after the first call of the step function."
         )
     return {_name(target): value.detach() for target, value in values.items()}

@@ -545,6 +545,18 @@ def test_a_profiler_that_keeps_frames_is_named():
         finally:
             sys.setprofile(None)
 
-    with pytest.raises(CaptureError, match=r"a profiler or debugger, in a thread .* Start it"):
+    with pytest.raises(CaptureError, match=r"a profiler or debugger, in a thread, .* Start it"):
         capture(model, step)
     frames.clear()
+
+
+def test_tensors_kept_outside_of_the_model_are_named():
+    model, kept = nn.Linear(6, 6), []
+
+    def step(leaves):
+        kept.append(model(leaves[0]).detach())
+        return torch.stack(kept).sum()
+
+    capture(model, step)
+    with pytest.raises(CaptureError, match=r"appends tensors to a list, .* collect them outside"):
+        capture(model, step)
