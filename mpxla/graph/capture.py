@@ -495,12 +495,12 @@ _SUPPOSED = {
 
 
 def _captured(
-    asked: _Asked, counts: Counts, lines: tuple[str, ...] | None = None
+    asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = None
 ) -> tuple[StepGraph, bool]:
-    """See `capture_step`, and `Answers` for the lines; and whether masks choose rows."""
+    """See `capture_step`, and `Answers` for lines that asked; and whether masks choose rows."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, known, canonical_names = asked.model, asked.known, asked.canonical_names
-    wrapper = _StepModule(asked, counts, lines)
+    wrapper = _StepModule(asked, counts, asked_at)
     returned = wrapper.returned
     named = [*model.named_parameters()]
     trained = _names_of([p for n, p in named if p.requires_grad or n in asked.thawed], model)
