@@ -61,6 +61,8 @@ class DistributedCopy(PartitionedModule):
             self.tensors.stand_as(original.tensors)
         original.copies.append(weakref.ref(self))
         self._register_load_state_dict_pre_hook(self._adapt)
+        # What `state_dict` has given of values on a device, with the versions that they had.
+        self.__dict__["_shown"] = {}
         _average_what_is_here()
         self.settle()
 
@@ -102,7 +104,15 @@ class DistributedCopy(PartitionedModule):
         return self.original.together(what, ranks)
 
     def settle(self) -> None:
-        """Starts pending computation of values, which would become more with every update."""
+        """Takes what scripts have written to values of `state_dict`.
+
+        And starts pending computation of values, which would become more with every update.
+        """
+        shown: dict[str, tuple[torch.Tensor, int]] = self.__dict__["_shown"]
+        written = {n: value for n, (value, version) in shown.items() if value._version != version}
+        if written:
+            load_into(self.module, written, strict=False)
+            shown |= {name: (value, value._version) for name, value in written.items()}
         tensors = (*self.parameters(), *self.buffers())
         self._backend.adopt([tensor for tensor in tensors if not tensor.is_meta])
 
@@ -115,15 +125,22 @@ class DistributedCopy(PartitionedModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As that of the model; also as part of the state dict of a module around the copy.
 
-        Values that this rank has are not copied, if they are on the host (jax).
+        What is written to values that this rank has is written to the copy: at once, if they are on
+        the host (jax); otherwise when a step function runs, or this is called again.
         """
+        self.settle()
         destination = kwargs.pop("destination", None)
         prefix, _ = kwargs.pop("prefix", ""), kwargs.pop("keep_vars", None)
         full = super().state_dict(*args, **kwargs)
         # As in torch, averages may be written to what a state dict holds: `value.lerp_(other, w)`.
+        shown = self.__dict__["_shown"] = {}
         for name, value in self.module.state_dict().items():
-            if value.device.type == "cpu" and value.shape == full[name].shape:
+            if value.is_meta or value.shape != full[name].shape:
+                continue
+            if value.device.type == "cpu":
                 full[name] = value
+            else:
+                shown[name] = full[name], full[name]._version
         if destination is None:
             return {prefix + name: value for name, value in full.items()}
         destination.update({prefix + name: value for name, value in full.items()})
@@ -136,6 +153,7 @@ class DistributedCopy(PartitionedModule):
         check_wholes(state_dict, self.shards_of_tensors, self.canonical_names)
         parts = without_shards(state_dict, self.shards_of_tensors, self.canonical_names)
         self._backend.forget(self.parameters())  # torch may swap them
+        self.__dict__["_shown"] = {}
         result = load_into(self.module, parts, strict)
         self.settle()
         return result
@@ -155,6 +173,7 @@ class DistributedCopy(PartitionedModule):
         """While this lasts, the model has the values and modes of this copy, and the other way."""
         original = self.original
         modes = [(module, module.training) for module in original.module.modules()]
+        self.settle()
         self._exchange()
         for (module, _), own in zip(modes, self.module.modules(), strict=True):
             module.training = own.training
