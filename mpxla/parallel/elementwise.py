@@ -169,12 +169,12 @@ def _trained(
 def _numbers_in(kept: Iterable[Any], largest: int = 1) -> str:
     """Numbers and small tensors in plain text, which is equal for nan as well.
 
-    What a dictionary has by parameter is not among them.
+    Of a dictionary that has something by parameter, what it has by name is among them.
     """
     found: list[Any] = []
     for value in kept:
-        if isinstance(value, dict):
-            by_name = (v for key, v in value.items() if not torch.is_tensor(key))
+        if isinstance(value, dict) and any(map(torch.is_tensor, value)):
+            by_name = (v for key, v in value.items() if isinstance(key, str))
             found.append(_numbers_in(by_name, largest))
         elif torch.is_tensor(value) and value.numel() <= largest:
             found.append(value.tolist())
