@@ -135,11 +135,11 @@ class Answers:
         self.asked.append(asked)
         self.lines.append(line)
         self._place += 1
-        while self._expected is not None and line not in self._expected[self._place :][:1]:
-            if self._place >= len(self._expected):
+        if self._expected is not None:
+            if line not in self._expected[self._place :]:
                 self.is_open = True
                 raise Undecided
-            self._place += 1
+            self._place = self._expected.index(line, self._place)
         if self._place >= len(self._given):
             if self._given and isinstance(self._given[-1], Guess):
                 return self._given[-1]

@@ -62,7 +62,7 @@ class DistributedCopy(PartitionedModule):
         original.copies.append(weakref.ref(self))
         self._register_load_state_dict_pre_hook(self._adapt)
         # What `state_dict` has given of values on a device, with the versions that they had.
-        self.__dict__["_shown"] = {}
+        self._shown: dict[str, tuple[torch.Tensor, int]] = {}
         _average_what_is_here()
         self.settle()
 
@@ -108,11 +108,11 @@ class DistributedCopy(PartitionedModule):
 
         And starts pending computation of values, which would become more with every update.
         """
-        shown: dict[str, tuple[torch.Tensor, int]] = self.__dict__["_shown"]
-        written = {n: value for n, (value, version) in shown.items() if value._version != version}
+        shown = self._shown.items()
+        written = {name: value for name, (value, version) in shown if value._version != version}
         if written:
             load_into(self.module, written, strict=False)
-            shown |= {name: (value, value._version) for name, value in written.items()}
+            self._shown |= {name: (value, value._version) for name, value in written.items()}
         tensors = (*self.parameters(), *self.buffers())
         self._backend.adopt([tensor for tensor in tensors if not tensor.is_meta])
 
@@ -133,14 +133,14 @@ class DistributedCopy(PartitionedModule):
         prefix, _ = kwargs.pop("prefix", ""), kwargs.pop("keep_vars", None)
         full = super().state_dict(*args, **kwargs)
         # As in torch, averages may be written to what a state dict holds: `value.lerp_(other, w)`.
-        shown = self.__dict__["_shown"] = {}
+        self._shown = {}
         for name, value in self.module.state_dict().items():
             if value.is_meta or value.shape != full[name].shape:
                 continue
             if value.device.type == "cpu":
                 full[name] = value
             else:
-                shown[name] = full[name], full[name]._version
+                self._shown[name] = full[name], full[name]._version
         if destination is None:
             return {prefix + name: value for name, value in full.items()}
         destination.update({prefix + name: value for name, value in full.items()})
@@ -153,7 +153,7 @@ class DistributedCopy(PartitionedModule):
         check_wholes(state_dict, self.shards_of_tensors, self.canonical_names)
         parts = without_shards(state_dict, self.shards_of_tensors, self.canonical_names)
         self._backend.forget(self.parameters())  # torch may swap them
-        self.__dict__["_shown"] = {}
+        self._shown = {}
         result = load_into(self.module, parts, strict)
         self.settle()
         return result

@@ -90,16 +90,17 @@ class ParametersOfOthers:
         return all(model.partitioned for model in self._contents.models)
 
     def _fetch(self) -> None:
-        inner, device = optimizers_within(self._optimizer), torch.device("cpu")
+        device = torch.device("cpu")
         own = {self._contents.positions[id(p)]: p for p in parameters_of(self._optimizer)}
         for parameter in own.values():
             device = parameter.device
+        tables = [_tables(optimizer) for optimizer in optimizers_within(self._optimizer)]
         everyone = self._gathered(
             lambda held: [
                 held.detach(),
                 held.requires_grad,
                 held.grad,
-                [_state_of(held, optimizer) for optimizer in inner],
+                [_state_of(held, of_one) for of_one in tables],
             ]
         )
         for position in sorted(everyone.keys() - own.keys()):
@@ -134,23 +135,22 @@ class ParametersOfOthers:
             held |= {at: p for at, p in self._copies.items() if start <= at < stop}
             self._show(number, [held[position] for position in sorted(held)])
         for number, optimizer in enumerate(optimizers_within(self._optimizer)):
+            tables = _tables(optimizer)
             for position, states in self._states.items():
-                copy, tables = self._copies[position], _tables(optimizer)
                 for name, state in states[number].items():
                     if name in tables:
-                        tables[name][copy] = state
+                        tables[name][self._copies[position]] = state
         self._models.sees_all = True
 
     def _leave(self) -> None:
         if self._own is None:
             return
         self._models.sees_all = False
-        inner = optimizers_within(self._optimizer)
+        tables = [_tables(optimizer) for optimizer in optimizers_within(self._optimizer)]
         for position, copy in self._copies.items():
-            self._states[position] = [_state_of(copy, optimizer) for optimizer in inner]
-            for optimizer in inner:
-                for table in _tables(optimizer).values():
-                    table.pop(copy, None)
+            self._states[position] = [_state_of(copy, of_one) for of_one in tables]
+            for table in (table for of_one in tables for table in of_one.values()):
+                table.pop(copy, None)
         for number, own in enumerate(self._own):
             self._show(number, own)
         self._own = None
@@ -164,15 +164,18 @@ class ParametersOfOthers:
                     group["params"][:] = parameters
 
 
-def _tables(optimizer: torch.optim.Optimizer) -> dict[str | None, dict[Any, Any]]:
+_Tables = dict[str | None, dict[Any, Any]]
+
+
+def _tables(optimizer: torch.optim.Optimizer) -> _Tables:
     """Where an optimizer keeps what belongs to a parameter: its state, and dictionaries in it."""
     named = {k: v for k, v in optimizer.state.items() if isinstance(k, str) and isinstance(v, dict)}
     return {None: optimizer.state, **named}
 
 
-def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str | None, Any]:
+def _state_of(parameter: nn.Parameter, tables: _Tables) -> dict[str | None, Any]:
     """What each of `_tables` has for a parameter."""
-    found = {name: table.get(parameter) for name, table in _tables(optimizer).items()}
+    found = {name: table.get(parameter) for name, table in tables.items()}
     return {k: v for k, v in found.items() if v is not None and not (isinstance(v, dict) and not v)}
 
 

@@ -183,8 +183,10 @@ def _tell_of_accumulation(plans: Iterable[Plan], states: ModelStates) -> None:
     PyTorch calls such a hook after every backward. Here it gets its parameter once per call, when
     `param.grad` is complete, and may do with both what it wants, such as an update.
     """
-    trained = {n for plan in plans for stage in plan.cut.stages for n in stage.trained}
     hooks = {(n, id(hook)): hook for plan in plans for n, hook in plan.cut.step.accumulated}
+    if not hooks:
+        return
+    trained = {n for plan in plans for stage in plan.cut.stages for n in stage.trained}
     for (name, _), hook in hooks.items():
         parameter = states.tensor(name) if name in trained else None
         if parameter is not None and not isinstance(parameter, AbsentParameter):
