@@ -69,6 +69,7 @@ def parameters_noted(
         log: an `AttributeLog`.
     """
     set_attribute: Any = FakeTensor.__setattr__
+    of_torch = frozenset(dir(FakeTensor))  # a capture sets tens of thousands
 
     def get(self: torch.Tensor, name: str) -> Any:  # which Python calls after it has found nothing
         parameter = None if name.startswith("__") else parameter_of(self)
@@ -82,18 +83,17 @@ def parameters_noted(
         return value
 
     def set_noted(self: torch.Tensor, name: str, value: Any) -> None:
-        parameter = None if _is_of_torch(self, name) else parameter_of(self)
-        if parameter is None or _has_tensors(value) or not is_called_by_user():
+        parameter = None if name in of_torch else parameter_of(self)
+        if parameter is None or name in vars(self) or _has_tensors(value):
+            set_attribute(self, name, value)
+            return
+        if not is_called_by_user():
             set_attribute(self, name, value)
             return
         log.note_write(vars(parameter), name, value)
         vars(parameter)[name] = value
 
     return exchanged(FakeTensor, __getattr__=get, __setattr__=set_noted)
-
-
-def _is_of_torch(tensor: torch.Tensor, name: str) -> bool:
-    return name in vars(tensor) or hasattr(type(tensor), name)
 
 
 def _has_tensors(value: Any) -> bool:
