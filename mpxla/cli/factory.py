@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
-from mpxla.graph.capture import Known, capture_step, current_recorder, with_values_if_needed
+from mpxla.graph.capture import Known, capture_step, with_values_if_needed
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph

@@ -54,11 +54,12 @@ from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number, numbers_in_math
 from mpxla.graph.questions import as_question
-from mpxla.graph.recorded import Recorded, Recording
+from mpxla.graph.recorded import Recorded
+from mpxla.graph.recorder import BackwardRecorder, recording_to
 from mpxla.graph.sparse import refuse_sparse
 from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
 from mpxla.graph.tensor_places import Attribute, NewAttributesError
-from mpxla.graph.user_code import UndecidedError, ValueNeededError, at_user_line, explain
+from mpxla.graph.user_code import UndecidedError, ValueNeededError, explain
 from mpxla.kept import Kept
 from mpxla.log import get_logger, warn_once
 
@@ -67,7 +68,6 @@ __all__ = [
     "NumberLeaf",
     "TensorLeaf",
     "capture_step",
-    "current_recorder",
     "with_values_if_needed",
 ]
 
@@ -129,93 +129,6 @@ def with_values_if_needed(
     with contextlib.suppress(ValueNeededError):
         return capture(Known(given, decide_sizes=False))
     return capture(Known(given, decide_sizes=True))
-
-
-@dataclass
-class BackwardRecorder:
-    """What `model.backward` was asked to differentiate while a step function is captured.
-
-    Also what `smp.debug_print` is to show when the step runs, with a label, and what is to be true
-    then, with the user's line.
-
-    Attributes:
-        recording: numbers that the step leaves in Python.
-        is_known: says whether a tensor follows from inputs alone.
-        is_constant: says whether it is the same in every call, while others are changing.
-        note_backward: called with the tensors when `model.backward` is.
-        is_trial: whether the step will not run, and may ask for gradients where there are none.
-        stand_ins: parameters by the ids of the tensors that stand for them.
-    """
-
-    is_known: Callable[[torch.Tensor], bool]
-    is_constant: Callable[..., bool]
-    note_backward: Callable[[Sequence[torch.Tensor]], None]
-    is_trial: bool = False
-    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    objectives: list[torch.Tensor] = field(default_factory=list)
-    prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
-    recording: Recording = field(default_factory=Recording)
-
-    def show(self, tensor: Any, label: str) -> None:
-        """Makes the value that a tensor has here a result of the step."""
-        if is_number(tensor):
-            tensor = tensor.tensor
-        if not isinstance(tensor, torch.Tensor):
-            raise CaptureError(
-                f"smp.debug_print was given {type(tensor).__name__}{at_user_line()}; give it a "
-                f"tensor: the one that .item() was called on, for a number."
-            )
-        # A copy, which what is written to the tensor afterwards does not reach.
-        self.prints.append((label, tensor.detach().clone(), None))
-
-    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
-        """Records the scalars whose gradients add up to what the call asks for.
-
-        A non-scalar `tensor` with gradient `g` contributes `sum(tensor * g)`.
-        """
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        self.note_backward(tensors)
-        if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
-            grads = [grad_tensors] * len(tensors)
-        else:
-            grads = list(grad_tensors)
-        if len(grads) != len(tensors):
-            raise CaptureError(
-                f"model.backward got {len(tensors)} tensors and {len(grads)} gradients"
-                f"{at_user_line()}; give one gradient (or None) for each tensor."
-            )
-        for tensor, grad in zip(tensors, grads, strict=True):
-            self.objectives.append(_objective(tensor, grad, self.is_trial))
-
-
-def _objective(tensor: torch.Tensor, grad: torch.Tensor | None, is_trial: bool) -> torch.Tensor:
-    if not tensor.requires_grad and not is_trial:
-        raise CaptureError(
-            f"model.backward was called on a tensor that no parameter contributed to"
-            f"{at_user_line()}. Check that the loss is computed from the model's output, outside "
-            f"torch.no_grad(), without .detach() or .item() on the way."
-        )
-    if grad is None:
-        if tensor.numel() != 1:
-            raise CaptureError(
-                f"model.backward was called on a tensor of shape {list(tensor.shape)} without a "
-                f"gradient{at_user_line()}. Reduce the loss to a scalar, or pass grad_tensors."
-            )
-        return tensor.sum()
-    if grad.shape != tensor.shape:
-        raise CaptureError(
-            f"model.backward got a gradient of shape {list(grad.shape)} for a tensor of shape "
-            f"{list(tensor.shape)}{at_user_line()}; the shapes must be equal."
-        )
-    return (tensor * grad.detach()).sum()
-
-
-_recorder: BackwardRecorder | None = None
-
-
-def current_recorder() -> BackwardRecorder | None:
-    """The recorder of the capture that runs now, or None outside of captures."""
-    return _recorder
 
 
 @dataclass
@@ -283,7 +196,6 @@ class _StepModule(nn.Module):
                 self.returned.looking += [(name, hook) for hook in looking]
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
-        global _recorder
         known = self._asked.known
         tape = None if known is None else Tape()
         answers = Answers(self._asked.answers, self._lines)
@@ -294,12 +206,13 @@ class _StepModule(nn.Module):
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
         stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
-        _recorder = recorder = BackwardRecorder(
+        recorder = BackwardRecorder(
             constants.is_known, constants.is_constant, contents.note_backward, is_trial, stand_ins
         )
         if known is not None:
             semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)
-        try:
+        with recording_to(recorder), contextlib.ExitStack() as stack:
+            stack.callback(flags.release)
             with (
                 semantics,
                 self._counts.answering(semantics.constants.truth_of),
@@ -339,16 +252,16 @@ class _StepModule(nn.Module):
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
             self.returned.written = _names_of(contents.finish(state.values()), self.model)
             self.returned.flags = flags.left()
-        finally:
-            _recorder = None
-            flags.release()
         self.returned.asked = tuple(answers.lines)
         self.returned.decisions = None if tape is None else tape.decisions()
         self.returned.semantics = semantics
         if answers.is_open:
             return self._ask(answers)
         refuse_sparse(returned)
-        returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
+        return self._results(pytree.tree_map_only(torch.Tensor, contents.data, returned), recorder)
+
+    def _results(self, returned: Any, recorder: BackwardRecorder) -> tuple[torch.Tensor, ...]:
+        """What is differentiated, and all that a call of the step has to give."""
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []

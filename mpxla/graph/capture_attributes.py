@@ -20,7 +20,6 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import current_recorder
 from mpxla.graph.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead
@@ -29,6 +28,7 @@ from mpxla.graph.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
 from mpxla.graph.reach import Outside
 from mpxla.graph.recorded import is_recordable
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 

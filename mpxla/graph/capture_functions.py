@@ -1,9 +1,10 @@
-"""torch functions that look at values in Python, written so that a step can be captured.
+"""torch functions that look at values, or compile, written so that a step can be captured.
 
 While a step is captured, each stands for the function of torch that it is named after. The checks
 of values that torch makes on the way are left out: there are no values yet.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._export import non_strict_utils
+from torch._higher_order_ops.flex_attention import math_attention
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_leaves
 
 from mpxla.errors import CaptureError
@@ -27,7 +30,10 @@ __all__ = [
     "CAPTURED_FUNCTIONS",
     "cumulative_batch_norms",
     "extremes_captured",
+    "flexible_attention_by_scores",
     "nested_tensors_refused",
+    "torchs_recurrences",
+    "unchecked_distributions",
     "without_generator",
 ]
 
@@ -371,3 +377,45 @@ def nested_tensors_refused() -> AbstractContextManager[None]:
 
 
 _MAKE_NESTED = ("as_nested_tensor", "narrow", "nested_tensor", "nested_tensor_from_jagged")
+
+
+def unchecked_distributions() -> AbstractContextManager[None]:
+    """Keeps `torch.distributions` from looking at the values of its arguments.
+
+    It branches on them in Python. (`validate_args=True` given by the user still does.)
+    """
+    return exchanged(torch.distributions.Distribution, _validate_args=False)
+
+
+_COMPILING = (
+    "_temp_remove_metadata_torch_function_mode",
+    "_temp_remove_pre_dispatch_torch_function_mode",
+    "setup_compilation_env",
+)
+"""What `flex_attention` compiles in, in torch 2.9 and in 2.13."""
+
+
+def flexible_attention_by_scores() -> AbstractContextManager[None]:
+    """`flex_attention` computes all scores by plain operators, as it does when it is not compiled.
+
+    Else it compiles its own operator, whose functions cannot be captured, and takes export's modes
+    away for that; `torch.vmap` would leave its values in the graph.
+    """
+    kept = {name: contextlib.nullcontext for name in _COMPILING if hasattr(flex_attention, name)}
+    return exchanged(
+        flex_attention,
+        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
+        flex_attention_hop=math_attention,
+        _validate_device=lambda *_: None,  # torch 2.13 has no derivative on the host
+        **kept,
+    )
+
+
+def torchs_recurrences() -> AbstractContextManager[None]:
+    """`nn.GRU` runs torch's own code.
+
+    torch_xla exchanges that class when it is imported (2.9) for one whose loop is its own operator,
+    which cannot be captured.
+    """
+    original = getattr(nn.GRU, "_orig", nn.GRU)
+    return exchanged(nn.GRU, forward=original.forward)

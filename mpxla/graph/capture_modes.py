@@ -5,24 +5,15 @@ and torch's exporter is quiet. This module must not know what the captured graph
 """
 
 import contextlib
-import keyword
-import logging
-import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._higher_order_ops.flex_attention import math_attention
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import _trace as torch_exporter
-from torch.fx import graph
-from torch.nn.attention import flex_attention
-from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
@@ -32,12 +23,16 @@ from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_collectives import Replicas
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
+from mpxla.graph.capture_exporter import exporter_prepared
 from mpxla.graph.capture_flags import Flags
 from mpxla.graph.capture_functions import (
     CAPTURED_FUNCTIONS,
     cumulative_batch_norms,
     extremes_captured,
+    flexible_attention_by_scores,
     nested_tensors_refused,
+    torchs_recurrences,
+    unchecked_distributions,
     without_generator,
 )
 from mpxla.graph.capture_hooks import attributes_kept, refuse_gradients
@@ -62,14 +57,9 @@ __all__ = [
     "StepSemantics",
     "assigned_buffers_written",
     "carried_attributes_written",
-    "flexible_attention_by_scores",
     "parameter_attributes_written",
-    "torchs_recurrences",
     "traceable",
 ]
-
-_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
-"""What logs an error of the user's code with its own frames, before it is raised."""
 
 
 class StepSemantics(TorchFunctionMode):
@@ -267,17 +257,14 @@ def traceable(
         host_autocast(),
         _numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
-        _quiet_export(),
-        _attributes_left(),
-        _registration_hooks_kept(),
+        exporter_prepared(),
         user_lines_recorded(),
         torchs_recurrences(),
         flexible_attention_by_scores(),
-        _unchecked_distributions(),
+        unchecked_distributions(),
         cumulative_batch_norms(),
         extremes_captured(),
         nested_tensors_refused(),
-        _attributes_named_by_keywords(),
         static_shapes(),
         modules_left(),
         static_transformers(),
@@ -454,99 +441,3 @@ def parameter_attributes_written(
     finally:
         for found in [a for module in model.modules() for a in attributes_of(module)]:
             delattr(found.owner, found.name)
-
-
-@contextlib.contextmanager
-def _quiet_export() -> Generator[None]:
-    """Keeps torch from logging a page of graph for an error that `explain` puts in one line.
-
-    And from warning of what it does itself (torch 2.13).
-    """
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    # What it writes of an error to standard error.
-    with warnings.catch_warnings(), exchanged(torch_exporter, print=lambda *_, **__: None):
-        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\)", FutureWarning)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-def _attributes_left() -> AbstractContextManager[None]:
-    """Plain attributes stay as the function leaves them.
-
-    Torch 2.13 puts back what was there before, so that nobody saw what a step leaves in them, and
-    all versions warn of tensors, which `attributes_kept` looks after.
-    """
-    return exchanged(
-        torch_exporter, _detect_attribute_assignment=lambda *_: contextlib.nullcontext()
-    )
-
-
-def _registration_hooks_kept() -> AbstractContextManager[None]:
-    """Takes away the hook that export registers for all modules, and leaves when it fails.
-
-    It holds the step's function, and so the model and the session.
-    """
-    return restored(nn_module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
-
-
-def _unchecked_distributions() -> AbstractContextManager[None]:
-    """Keeps `torch.distributions` from looking at the values of its arguments.
-
-    It branches on them in Python. (`validate_args=True` given by the user still does.)
-    """
-    return exchanged(torch.distributions.Distribution, _validate_args=False)
-
-
-def _attributes_named_by_keywords() -> AbstractContextManager[None]:
-    """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
-
-    Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
-    """
-
-    def format_target(base: str, target: str) -> str:
-        for name in target.split("."):
-            is_plain = name.isidentifier() and not keyword.iskeyword(name)
-            base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
-        return base
-
-    return exchanged(graph, _format_target=format_target)
-
-
-_COMPILING = (
-    "_temp_remove_metadata_torch_function_mode",
-    "_temp_remove_pre_dispatch_torch_function_mode",
-    "setup_compilation_env",
-)
-"""What `flex_attention` compiles in, in torch 2.9 and in 2.13."""
-
-
-def flexible_attention_by_scores() -> AbstractContextManager[None]:
-    """`flex_attention` computes all scores by plain operators, as it does when it is not compiled.
-
-    Else it compiles its own operator, whose functions cannot be captured, and takes export's modes
-    away for that; `torch.vmap` would leave its values in the graph.
-    """
-    kept = {name: contextlib.nullcontext for name in _COMPILING if hasattr(flex_attention, name)}
-    return exchanged(
-        flex_attention,
-        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
-        flex_attention_hop=math_attention,
-        _validate_device=lambda *_: None,  # torch 2.13 has no derivative on the host
-        **kept,
-    )
-
-
-def torchs_recurrences() -> AbstractContextManager[None]:
-    """`nn.GRU` runs torch's own code.
-
-    torch_xla exchanges that class when it is imported (2.9) for one whose loop is its own operator,
-    which cannot be captured.
-    """
-    original = getattr(nn.GRU, "_orig", nn.GRU)
-    return exchanged(nn.GRU, forward=original.forward)

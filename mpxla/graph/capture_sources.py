@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import current_recorder
 from mpxla.graph.draws import Draws
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.reach import Place
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import (
-    Known,
-    capture_step,
-    current_recorder,
-    with_values_if_needed,
-)
+from mpxla.graph.capture import Known, capture_step, with_values_if_needed
 from mpxla.graph.capture_attributes import (
     attributes_noted,
     note_content,
@@ -39,6 +34,7 @@ from mpxla.graph.plain import Read
 from mpxla.graph.python_state import Attempt, PythonState, restore
 from mpxla.graph.reach import outside, places_in
 from mpxla.graph.recorded import Recording
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept

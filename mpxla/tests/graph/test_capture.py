@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.stepgraph import InputKind, OutputKind, is_random
 from mpxla.runtime.state import ModelState
 

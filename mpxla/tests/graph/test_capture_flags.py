@@ -14,7 +14,8 @@ from torch import nn
 
 from mpxla.errors import CaptureError
 from mpxla.graph import capture
-from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.stepgraph import LeftFlag, OutputKind
 from mpxla.graph.user_code import until_captured
 from mpxla.kept import open_kept

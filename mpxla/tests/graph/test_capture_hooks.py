@@ -11,8 +11,9 @@ from torch import nn
 
 from mpxla import log
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import TensorLeaf, current_recorder
-from mpxla.graph.capture_modes import torchs_recurrences
+from mpxla.graph.capture import TensorLeaf
+from mpxla.graph.capture_functions import torchs_recurrences
+from mpxla.graph.recorder import current_recorder
 from mpxla.runtime.state import ModelState
 from mpxla.tests.clients import logged
 from mpxla.tests.graph.test_capture import capture, run

@@ -12,13 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import (
-    Known,
-    TensorLeaf,
-    capture_step,
-    current_recorder,
-    with_values_if_needed,
-)
+from mpxla.graph.capture import Known, TensorLeaf, capture_step, with_values_if_needed
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.stepgraph import Check
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.test_capture import outputs_of

@@ -7,8 +7,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpxla.graph import capture
-from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph.capture import TensorLeaf, capture_step
 from mpxla.graph.fingerprint import fingerprint, layouts
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.regions import region_of
 from mpxla.graph.stepgraph import describe, module_path
 from mpxla.kept import Kept, open_kept

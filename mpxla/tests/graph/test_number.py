@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import NumberLeaf, TensorLeaf, capture_step, current_recorder
+from mpxla.graph.capture import NumberLeaf, TensorLeaf, capture_step
 from mpxla.graph.number import Number
+from mpxla.graph.recorder import current_recorder
 from mpxla.runtime.state import ModelState
 
 pytestmark = pytest.mark.unit

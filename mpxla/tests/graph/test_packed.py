@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import (
 )
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
-from mpxla.graph.capture_modes import torchs_recurrences
+from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture_functions import torchs_recurrences
+from mpxla.graph.recorder import current_recorder
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.test_capture import outputs_of
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.graph.capture import TensorLeaf, current_recorder
-from mpxla.graph.capture_modes import torchs_recurrences
+from mpxla.graph.capture import TensorLeaf
+from mpxla.graph.capture_functions import torchs_recurrences
 from mpxla.graph.cost import MachineModel, build_problem
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.recurrent import LAYER
 from mpxla.tests.graph.test_capture import capture, outputs_of
 

@@ -14,8 +14,9 @@ import torch
 from torch import fx, nn
 
 from mpxla.comm.transport import Members
-from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph.capture import TensorLeaf, capture_step
 from mpxla.graph.collectives import TENSOR_GROUP, is_collective
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split import split_stages
 from mpxla.graph.split_dims import check_split_dims

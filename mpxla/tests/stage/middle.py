@@ -27,7 +27,7 @@ def middle_stage(module, shape, for_speed=False):
     objects = {name: name for name in dict(model.named_parameters())}
 
     def step(leaves):
-        from mpxla.graph.capture import current_recorder
+        from mpxla.graph.recorder import current_recorder
 
         loss = model(*leaves)
         current_recorder().backward(loss, None)

@@ -1,0 +1,85 @@
+"""Torch's exporter, prepared for steps: quiet, and with attributes and names as they are."""
+
+import contextlib
+import keyword
+import logging
+import warnings
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+
+from torch.export import _trace as torch_exporter
+from torch.fx import graph
+from torch.nn.modules import module as nn_module
+
+from mpxla.graph.exchanged import exchanged, restored
+
+__all__ = ["exporter_prepared"]
+
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+"""What logs an error of the user's code with its own frames, before it is raised."""
+
+
+@contextlib.contextmanager
+def exporter_prepared() -> Generator[None]:
+    """What holds of `torch.export.export` inside."""
+    with (
+        _quiet_export(),
+        _attributes_left(),
+        _registration_hooks_kept(),
+        _attributes_named_by_keywords(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_export() -> Generator[None]:
+    """Keeps torch from logging a page of graph for an error that `explain` puts in one line.
+
+    And from warning of what it does itself (torch 2.13).
+    """
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    # What it writes of an error to standard error.
+    with warnings.catch_warnings(), exchanged(torch_exporter, print=lambda *_, **__: None):
+        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\)", FutureWarning)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _attributes_left() -> AbstractContextManager[None]:
+    """Plain attributes stay as the function leaves them.
+
+    Torch 2.13 puts back what was there before, so that nobody saw what a step leaves in them, and
+    all versions warn of tensors, which `attributes_kept` looks after.
+    """
+    return exchanged(
+        torch_exporter, _detect_attribute_assignment=lambda *_: contextlib.nullcontext()
+    )
+
+
+def _registration_hooks_kept() -> AbstractContextManager[None]:
+    """Takes away the hook that export registers for all modules, and leaves when it fails.
+
+    It holds the step's function, and so the model and the session.
+    """
+    return restored(nn_module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
+
+
+def _attributes_named_by_keywords() -> AbstractContextManager[None]:
+    """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
+
+    Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
+    """
+
+    def format_target(base: str, target: str) -> str:
+        for name in target.split("."):
+            is_plain = name.isidentifier() and not keyword.iskeyword(name)
+            base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
+        return base
+
+    return exchanged(graph, _format_target=format_target)
