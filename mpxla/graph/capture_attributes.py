@@ -169,7 +169,8 @@ class AttributeLog:
         """Notes tensors that the step has put in the places of others, or None, in containers."""
         held = {id(container): content for container, content in self.contents}
         for place, container in self.containers.items():
-            known, like = pytree.tree_flatten(_held_before(container, held))
+            before = _held_before(container, held)
+            known, like = pytree.tree_flatten(before)
             leaves, spec = pytree.tree_flatten(container)
             form = form_of(container)
             is_module = isinstance(self.held[place[0]].value, nn.Module)  # others carry nothing
@@ -178,6 +179,8 @@ class AttributeLog:
             new = [leaf for leaf, old in zip(leaves, known, strict=True) if leaf is not old]
             if not all(map(is_constant, new)):
                 self.note_write(self.held[place[0]].table, place[1], _COMPUTED, form)
+            elif new and form_of(before) == form:
+                self.note_write(self.held[place[0]].table, place[1], _CONSTANT, form)
 
     def start_carried(self, model: nn.Module, gone: Sequence[tuple[nn.Module, str]]) -> None:
         """Puts tensors into attributes that the step will give some.
@@ -187,14 +190,13 @@ class AttributeLog:
             gone: attributes that the capture has given back, of which a warning tells.
 
         Raises:
-            CarriedError: there are others to be carried: what it gives tensors and reads, and what
-                is small.
+            CarriedError: there are others to be carried: what it gives tensors and reads, what is
+                small, and what has such tensors, which other steps may read.
         """
         new = [
             (self.held[place[0]].value, place[1], form)
             for place, form in self.forms.items()
-            if form is not None and self.written[place][1] is _COMPUTED
-            if place in self.first or form.size <= _FEW_ELEMENTS
+            if form is not None and self._is_to_carry(place, form)
             if _is_of_user(place[1]) and not self._is_carried(place)
         ]
         modules = set(map(id, model.modules())) if new else ()
@@ -205,6 +207,11 @@ class AttributeLog:
                 _warn_gone(f"{self.held[id(vars(module))].name}.{name}")
         for place in self._started():
             self._carried(place).start()
+
+    def _is_to_carry(self, place: tuple[int, str], form: Form) -> bool:
+        if self.written[place][1] is _COMPUTED:
+            return place in self.first or form.size <= _FEW_ELEMENTS
+        return form_of(self.before[place]) == form  # `self.hidden = torch.zeros(...)` to begin anew
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""

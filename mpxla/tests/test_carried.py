@@ -277,6 +277,59 @@ def test_batches_of_another_size_find_what_earlier_ones_have_left():
     assert run_ranks(evaluate_between, 1) == [pytest.approx(expected, rel=1e-4)]
 
 
+class Scaled(nn.Module):
+    """Has constants that steps exchange."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), torch.ones(6)
+        self.parts, self.row = {"scale": torch.ones(6)}, [torch.ones(6)]
+
+    def begin(self, value):
+        self.scale = torch.full((6,), value)
+        self.parts["scale"] = torch.full((6,), 2 * value)
+        self.row[0] = torch.full((6,), 3 * value)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.parts["scale"] * self.row[0]
+
+
+def half(model, x):
+    model.begin(0.5)
+    return model.layer(x).sum()
+
+
+def quarter(model, x):
+    model.begin(0.25)
+    return model(x).sum()
+
+
+def read(model, x):
+    return model(x).sum()
+
+
+def exchange(*steps):
+    smp.init({})
+    torch.manual_seed(3)
+    module = Scaled()
+    model = smp.DistributedModel(module)
+    found = []
+    for step in steps:
+        run = smp.step(lambda model, x, step=step: step(module, x))
+        with torch.no_grad():
+            found.append(run(model, torch.ones(4, 6)).reduce_mean().item())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [(half, read, quarter, read), (read, half, read, quarter, read)])
+def test_constants_that_one_step_puts_there_are_there_for_another(steps):
+    torch.manual_seed(3)
+    model = Scaled()
+    expected = [step(model, torch.ones(4, 6)).item() for step in steps]
+    assert run_ranks(exchange, 1, *steps) == [pytest.approx(expected, rel=1e-4)]
+
+
 def replica(kind):
     smp.init({"microbatches": 2, "ddp": True})
     raw = made(kind)
