@@ -6,6 +6,7 @@ of values that torch makes on the way are left out: there are no values yet.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -68,7 +69,7 @@ def _gaussian_nll_loss(
     var = var + (var.clamp_min(eps) - var).detach()  # its gradient is not clamped, as in torch
     losses = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
-        losses = losses + 0.5 * torch.log(torch.tensor(2 * torch.pi)).item()
+        losses = losses + 0.5 * math.log(2 * math.pi)
     return {"none": losses.clone, "mean": losses.mean, "sum": losses.sum}[reduction]()
 
 

@@ -219,7 +219,8 @@ def idles_without_gradients(optimizer: torch.optim.Optimizer) -> bool:
         values, _ = _tried(optimizer, shape, dtype, None, has_gradients=False)
     except Exception:  # the same
         return False
-    return all(torch.equal(v, torch.tensor(_VALUES).view(shape)) for v in values)
+    before = torch.tensor(_VALUES, dtype=dtype).view(shape)
+    return all(torch.equal(value, before) for value in values)
 
 
 def _tried(

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import optim
 
-from mpxla.parallel.update_state import counts_of, makes_such_state, starts_from_zeros
+from mpxla.parallel.update_state import (
+    counts_of,
+    idles_without_gradients,
+    makes_such_state,
+    starts_from_zeros,
+)
 from mpxla.tests.parallel.test_update import ByMeanNorms
 
 pytestmark = pytest.mark.unit
@@ -78,3 +83,30 @@ def test_numbers_that_follow_gradients_are_no_counts():
     assert counts_of(optim.NAdam(parameters)) == {"step", "mu_product"}
     assert counts_of(optim.ASGD(parameters)) >= {"step", "eta"}
     assert held.grad is None
+
+
+class Decaying(optim.SGD):
+    """Decays weights before it looks at gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - group["lr"])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_idles_without_gradients_does_in_every_dtype(dtype, default_dtype):
+    default_dtype(dtype)
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    assert idles_without_gradients(optim.SGD(parameters, lr=0.1))
+    assert idles_without_gradients(optim.AdamW(parameters))
+    assert not idles_without_gradients(Decaying(parameters, lr=0.1))
+
+
+@pytest.fixture
+def default_dtype():
+    """Sets it for one test."""
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
