@@ -168,6 +168,8 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
             return value
         if isinstance(value, np.ndarray):
             return _content_of(value)
+        if isinstance(value, tuple):  # by a class of its own it may refuse to tell its length
+            value = tuple(tuple.__iter__(cast(tuple[Any, ...], value)))
         entries = None if isinstance(value, (*_SEQUENCES, *_SETS)) else entries_of(value)
         if entries is not None and not names.isdisjoint(k for k in entries if isinstance(k, str)):
             entries = {k: v for k, v in entries.items() if not isinstance(k, str) or k in names}
