@@ -5,6 +5,7 @@ start    the models' buckets that were waiting for a stage, in the order of the 
 finish   model after model
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -32,12 +33,14 @@ class CombinedReduction:
         objective_scale: float = 1.0,
         loss_scales: Sequence[Callable[[], float]] = (),
         exchanges: Sequence[str] = (),
+        reducers: Sequence[GradientReducer] = (),
     ):
         self._rounds = rounds
         self._parts = tuple(parts)
         self._objective_scale = objective_scale
         self._loss_scales = tuple(loss_scales)
         self._exchanges = " ".join(exchanges)
+        self._reducers = tuple(reducers)
         self._reducing: list[BucketedReduction] = []
 
     @property
@@ -61,14 +64,20 @@ class CombinedReduction:
         self._reducing = reducing = [part for part in self._parts if part.begin()]
         if not reducing:
             return
+        drifted = [sorted(reducer.drifted) for reducer in self._reducers]
         source = self._rounds.begin_step(
             " ".join(part.description for part in reducing),
             "; ".join(part.reducer.settings() for part in reducing),
             self._exchanges,
             lambda: [collective for part in reducing for collective in part.outline()],
+            str(drifted) if any(drifted) else "",
         )
         for part in reducing:
             part.source = source
+        # What evaluations have written follows before the step reads it, where all wrote the same.
+        # Who wrote nothing does not wait here; `finish` sees to the rest.
+        if any(drifted) and not self._rounds.is_uneven and self._rounds.have_drifted_alike():
+            self._follow_first(drifted)
 
     def start(self, stage: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
         """Starts the buckets that were waiting for a stage.
@@ -93,6 +102,15 @@ class CombinedReduction:
             parts = self.joined()
         for part in parts:
             part.finish(gradients)
+        if self._reducing and not self._rounds.have_drifted_alike():
+            everyone = self._rounds.gather([sorted(reducer.drifted) for reducer in self._reducers])
+            self._follow_first(
+                [sorted({*itertools.chain(*them)}) for them in zip(*everyone, strict=True)]
+            )
+
+    def _follow_first(self, drifted: Sequence[Sequence[str]]) -> None:
+        for reducer, names in zip(self._reducers, drifted, strict=True):
+            reducer.follow_first(names)
 
     def joined(self) -> tuple[BucketedReduction, ...]:
         """The parts of a step in which replicas train different parameters; all call it.
@@ -142,6 +160,11 @@ class ModelReducers:
         """Before something that all replicas do at once, or none."""
         self._rounds.meet(what, line)
 
+    def note_written(self, names: Sequence[str]) -> None:
+        """Notes what an evaluation has written."""
+        for reducer in self:
+            reducer.note_written(names)
+
     def prepare(
         self, cuts: Sequence[CutStep], num_microbatches: int, exchanges: Sequence[str]
     ) -> CombinedReduction:
@@ -166,7 +189,9 @@ class ModelReducers:
             own = reducer.objective_scale(num_microbatches) if flow.trained else objective_scale
             parts.append(BucketedReduction(reducer, flow, own / objective_scale))
         loss_scales = [reducer.loss_scale for reducer, flow in flows if flow.trained]
-        return CombinedReduction(self._rounds, parts, objective_scale, loss_scales, exchanges)
+        return CombinedReduction(
+            self._rounds, parts, objective_scale, loss_scales, exchanges, list(self)
+        )
 
 
 def _check_whole(name: str, reducer: GradientReducer) -> None:

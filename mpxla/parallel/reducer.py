@@ -12,7 +12,7 @@ import torch
 
 from mpxla.errors import ConfigError
 from mpxla.parallel.comm_hook import CommHook
-from mpxla.parallel.replica import Replica, equalize
+from mpxla.parallel.replica import Replica, equalize, follow
 from mpxla.parallel.rounds import Rounds
 from mpxla.parallel.sharded import divide_over_group, refuse_with_divided_gradients
 
@@ -80,6 +80,7 @@ class GradientReducer:
         self.hook: CommHook | None = None
         self.is_prepared = False
         self.unreduced: set[str] = set()
+        self.drifted: set[str] = set()
         self._pass = 0
 
     @property
@@ -142,6 +143,20 @@ class GradientReducer:
     def take_over(self, source: int) -> None:
         """Gives all replicas the values of one of them."""
         equalize(self.replica, source, self.replica.store.ranks)
+
+    def note_written(self, names: Iterable[str]) -> None:
+        """Notes what an evaluation has written, by names in steps: each replica has its own now."""
+        if self.replica.count > 1:
+            own = self.names
+            written = {own[name] for name in names if name in own}
+            if not self.options.broadcasts_buffers:
+                written &= self.replica.state.parameters.keys()
+            self.drifted |= written
+
+    def follow_first(self, names: Iterable[str]) -> None:
+        """Gives all replicas what the first one has, of what evaluations have written."""
+        follow(self.replica, 0, names)
+        self.drifted.clear()
 
     def objective_scale(self, num_microbatches: int) -> float:
         """1 / microbatches for the mean; comm hooks get sums and average by themselves."""

@@ -21,7 +21,7 @@ from mpxla.runtime.state import ModelState
 from mpxla.session import Session
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Replica", "check_equal_values", "equalize", "equalize_beside"]
+__all__ = ["Replica", "check_equal_values", "equalize", "equalize_beside", "follow"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,17 @@ def equalize(replica: Replica, source: int, names: Iterable[str]) -> None:
     steps carry in attributes stays that of each replica.
     """
     chosen = {name for name in names if not replica.state.is_carried(name)}
+    follow(replica, source, chosen)
+    _equalize_shared(replica, chosen)
+
+
+def follow(replica: Replica, source: int, names: Iterable[str]) -> None:
+    """Gives all replicas the values of one of them, of what this rank holds whole.
+
+    What steps carry in attributes stays that of each. The ranks of the group call it, with equal
+    names.
+    """
+    chosen = {name for name in names if not replica.state.is_carried(name)}
     local, ranks = replica.store.local_tensors(), replica.store.ranks
     names = [n for n in sorted(local) if n in chosen and replica.pp_rank in ranks[n]]
     if replica.count > 1 and names:
@@ -77,7 +88,6 @@ def equalize(replica: Replica, source: int, names: Iterable[str]) -> None:
         if replica.rank != sender:
             specs = [TensorSpec.of(local[n]) for n in names]
             replica.store.write(names, unpack(packed, specs))
-    _equalize_shared(replica, chosen)
 
 
 def _equalize_shared(replica: Replica, chosen: Set[str]) -> None:

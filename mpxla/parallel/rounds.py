@@ -58,6 +58,7 @@ class Rounds:
         self._settings = ""
         self._awaits_steps = False
         self._is_same = True
+        self._have_drifted_alike = True
         self._join: Join | None = None
         self.hooks = Worker("mpxla-comm-hook")
 
@@ -73,11 +74,13 @@ class Rounds:
         settings: str,
         exchanges: str,
         outline: Callable[[], Sequence[Collective]],
+        drifted: str = "",
     ) -> int:
         """Called before every reduction: counts it, and inside `join` finds who takes part.
 
-        Texts say what is reduced, and with what settings and exchanges, in words that are equal on
-        replicas that do the same; the outline has the collectives, in their order.
+        Texts say what is reduced, with what settings and exchanges, and what evaluations have
+        written before, in words that are equal on replicas that do the same; the outline has the
+        collectives, in their order.
 
         Returns:
             Index of the replica whose buffers count.
@@ -87,7 +90,12 @@ class Rounds:
             return self._join.meet(description, outline())
         self._settings, self._awaits_steps = settings, True
         if self._others:
-            texts = {"flow": description, "settings": settings, "exchanges": exchanges}
+            texts = {
+                "flow": description,
+                "settings": settings,
+                "exchanges": exchanges,
+                "drifted": drifted,
+            }
             self._own = {name: _digest(text) for name, text in texts.items()}
             self._tell("step", **self._own)
         return 0
@@ -105,12 +113,21 @@ class Rounds:
             return True
         if not self._awaits_steps:
             return self._is_same
-        self._awaits_steps, self._is_same = False, True
+        self._awaits_steps, self._is_same, self._have_drifted_alike = False, True, True
         for rank in self._others:
             told = self._next(rank)
             self._check(rank, told)
             self._is_same &= told["flow"] == self._own["flow"]
+            self._have_drifted_alike &= told["drifted"] == self._own["drifted"]
         return self._is_same
+
+    def have_drifted_alike(self) -> bool:
+        """Waits like `is_same`; whether evaluations have written the same on all replicas.
+
+        Inside of `join` nobody asks the others.
+        """
+        self.is_same()
+        return self._join is not None or self._have_drifted_alike
 
     def _check(self, rank: int, told: Mapping[str, Any]) -> None:
         """Checks what another replica has told instead of its step, or of that."""

@@ -87,6 +87,9 @@ class CallRunner:
             found.append(one.plan.runner.run(*arguments, recorder, gradients))
         if reduction is not None:
             reduction.finish(whole)
+        else:
+            stages = (stage for plan in plans for stage in plan.cut.stages)
+            self._reducers.note_written([name for stage in stages for name in stage.new_buffers])
         steps = [plan.cut.step for plan in plans]
         hooks = {(name, id(hook)): hook for step in steps for name, hook in step.looking}
         if call.is_last:

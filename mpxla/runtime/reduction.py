@@ -94,6 +94,10 @@ class Reducers(Protocol):
         """
         ...
 
+    def note_written(self, names: Sequence[str]) -> None:
+        """After a call that does not train: what it has written, which other replicas may lack."""
+        ...
+
     def prepare(
         self, cuts: Sequence[CutStep], num_microbatches: int, exchanges: Sequence[str]
     ) -> StepReduction:

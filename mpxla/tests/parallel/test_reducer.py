@@ -264,6 +264,51 @@ def test_buffers_follow_the_first_replica(is_on):
     assert torch.equal(first["1.running_mean"], second["1.running_mean"]) == is_on
 
 
+@smp.step
+def look(model, x):
+    return model(x).sum()
+
+
+@smp.step
+def train_squares(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def train_after_evaluations():
+    """Statistics by evaluations, of all replicas or of one, which a step then reads.
+
+    Returns statistics before and after a step, and its loss on a batch that replicas have in
+    common, each time.
+    """
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Normed())
+    train_squares(model, torch.ones(4, 8))
+    norm, found = model.get_module()[1], []
+    for step, seeing in enumerate([(0, 1), (0,), (1,)]):
+        model.train()
+        torch.manual_seed(10 * step + smp.rank())
+        if smp.rank() in seeing:
+            with torch.no_grad():
+                look(model, torch.randn(4, 8))
+        before = norm.running_mean.cpu().clone()
+        norm.eval()
+        loss = train_squares(model, torch.ones(4, 8)).reduce_mean().item()
+        found.append((before, norm.running_mean.cpu().clone(), loss))
+    return found
+
+
+def test_what_evaluations_write_follows_the_first_replica_in_the_next_training_step():
+    both, one, other = zip(*run_ranks(train_after_evaluations, 2), strict=True)
+    for first, second in (both, one, other):
+        assert not torch.equal(first[0], second[0])
+        for after in (first[1], second[1]):
+            assert torch.equal(after, first[0])
+    # All have written: the step reads what the first replica has.
+    assert both[0][2] == both[1][2]
+
+
 # Hooks.
 
 

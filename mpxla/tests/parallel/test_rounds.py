@@ -37,6 +37,17 @@ def test_each_is_compared_with_all_others(flows, settings, found):
                 assert rounds.is_same() is expected
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(("drifted", "is_alike"), [("aa", True), ("ab", False), ("a ", False)])
+def test_replicas_tell_what_evaluations_have_written(drifted, is_alike):
+    everyone = [Rounds(world, Objects(world), (0, 1)) for world in threads_world(2)]
+    for rounds, own in zip(everyone, drifted, strict=True):
+        rounds.begin_step("flow", "settings", "", list, own)
+    for rounds in everyone:
+        assert rounds.have_drifted_alike() is is_alike
+        assert rounds.is_same()  # what they reduce
+
+
 class Fork(nn.Module):
     """Two layers of one shape, of which a step uses one."""
 
