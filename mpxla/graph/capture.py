@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import CaptureError, MpxlaError
-from mpxla.graph.answers import Answers, Undecided
+from mpxla.graph.answers import Answers, Guess, Undecided
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_counts import Counts, RaisesError, without_exception
@@ -360,27 +360,32 @@ def capture_step(
     asked = _Asked(
         function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas
     )
-    (step, chooses_rows), raises_at = without_exception(
+    step, raises_at = without_exception(
         lambda lines: _captured(asked, Counts(None, lines, decided or ()))
     )
     if step.is_question:
         return as_question(step)
-    lines = {check.label for check in step.prints if check.check is Check.ROWS}
-    others = {
-        line: _captured(asked, Counts(line, raises_at, decided or ()), step.asked)[0]
-        for line in lines
-    }
-    harmless = {
-        line
-        for line, other in others.items()
-        if not other.is_question and needs_no_rows(step, line, other)
-    }
+    told = [check.label for check in step.prints if check.check is Check.ROWS]
+
+    def is_harmless(line: str) -> bool:
+        try:
+            other = _captured(asked, Counts(line, raises_at, decided or ()), step.asked)
+        except (CaptureError, RaisesError):
+            return False  # it may not go that way
+        return not other.is_question and needs_no_rows(step, line, other)
+
+    lines = set(told)
+    harmless = set(filter(is_harmless, lines))
     if known is None and lines - harmless:
         raise ValueNeededError(
             f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
             f"goes on in another way if not."
         )
-    if lines - harmless and not chooses_rows and decided is not None and answers is None:
+    # Not where each of many experts is counted, say: there would be too many ways.
+    are_few = sum(line not in harmless for line in told) <= MOST_MASKS
+    # All answers are for the same questions, so that later ones would come too late.
+    is_first = answers is None or any(isinstance(answer, Guess) for answer in answers)
+    if lines - harmless and are_few and decided is not None and is_first:
         decided |= lines - harmless
         raise UndecidedError(f"The step function branches{min(decided)} on a mask.")
     _tell_of_checks(step, harmless)
@@ -399,6 +404,8 @@ def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:
             )
 
 
+MOST_MASKS = 8
+"""So often a way through a step function may ask for masks that decide."""
 _SUPPOSED = {
     Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
     Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
@@ -407,10 +414,8 @@ _SUPPOSED = {
 }
 
 
-def _captured(
-    asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = None
-) -> tuple[StepGraph, bool]:
-    """See `capture_step`, and `Answers` for lines that asked; and whether masks choose rows."""
+def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = None) -> StepGraph:
+    """See `capture_step`, and `Answers` for lines that asked."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, known, canonical_names = asked.model, asked.known, asked.canonical_names
     wrapper = _StepModule(asked, counts, asked_at)
@@ -491,7 +496,7 @@ def _captured(
         is_question=returned.is_question,
         flags={canonical_names[name]: flag for name, flag in returned.flags.items()},
     )
-    return step, counts.has_unknown
+    return step
 
 
 def _names_of(parameters: Sequence[torch.Tensor], model: nn.Module) -> frozenset[str]:

@@ -10,6 +10,7 @@ This module must not know what becomes of the rows.
 
 import builtins
 import contextlib
+import operator
 from collections.abc import Callable, Collection, Generator
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.number import NeedsValueError
 from mpxla.graph.typed import symbolic_numbers
@@ -34,6 +36,14 @@ _SUPPOSED = 1_000_003
 """What PyTorch supposes that a mask is true for; no size of a tensor, and no multiple of one."""
 _SEVERAL = (2, 3, 64, 1000, _SUPPOSED)
 
+_OPERATORS = {
+    **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), operator.truediv),
+    **dict.fromkeys(("CleanDiv", "FloorDiv"), operator.floordiv),
+    **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
+    **dict.fromkeys(("FloatPow", "PowByNatural"), operator.pow),
+    "ToFloat": lambda value: value,
+}
+"""Torch's names in expressions of symbols."""
 _OF_MASKS = {"any": "some", "sum": "count", "count_nonzero": "count"}
 _SAME = frozenset("clone cpu detach int item long reshape to view".split())
 _COMPARED = {
@@ -79,7 +89,8 @@ class Counts:
         self.none_at = none_at
         self._raises_at, self._decided = raises_at, decided
         self._truth_of: Callable[[torch.Tensor], bool | None] = lambda mask: None
-        self._masks: dict[sympy.Symbol, torch.Tensor] = {}
+        # With their versions, which writes in place change.
+        self._masks: dict[sympy.Symbol, tuple[torch.Tensor, int]] = {}
         # What a tensor says of a mask.
         self._said: Any = WeakTensorKeyDictionary()
 
@@ -104,7 +115,7 @@ class Counts:
                 suppose = next(getattr(env, name) for name in names if hasattr(env, name))
                 for symbol in count.node.expr.free_symbols:
                     suppose(symbol, _SUPPOSED)
-                    self._masks.setdefault(symbol, mask)
+                    self._masks.setdefault(symbol, (mask, mask._version))
             return places
 
         with restored(rules):
@@ -129,6 +140,17 @@ class Counts:
             known = self._masks.keys() & value.node.expr.free_symbols
             return self._answer(value.node.expr) if known and is_called_by_user() else truth(value)
 
+        def with_truth(number: Any) -> contextlib.AbstractContextManager[None]:
+            # Torch's own one compares in torch's name, which gets the answers of a large prime.
+            own = number.__bool__
+
+            def is_not_zero(value: Any) -> bool:
+                known = self._masks.keys() & value.node.expr.free_symbols
+                is_users = known and is_called_by_user()
+                return self._answer(sympy.Ne(value.node.expr, 0)) if is_users else own(value)
+
+            return exchanged(number, __bool__=is_not_zero)
+
         def as_index(value: Any) -> int:
             if self._masks.keys() & value.node.expr.free_symbols and is_called_by_user():
                 raise NeedsValueError("a loop, or a slice, by the number of rows of a mask")
@@ -143,25 +165,35 @@ class Counts:
         with (
             exchanged(torch.SymBool, __bool__=is_true),
             exchanged(torch.SymInt, __index__=as_index),
+            with_truth(torch.SymInt),
+            with_truth(torch.SymFloat),
             exchanged(builtins, len=length_of),
         ):
             yield
 
     def _answer(self, expr: Any) -> bool:
-        """What holds for all numbers of rows but zero."""
-        symbols = expr.free_symbols
-        without, *others = (
-            expr.xreplace(dict.fromkeys(symbols, sympy.Integer(number)))
-            for number in (0, 1, *_SEVERAL)
-        )
-        if len(symbols) > 1 or any(other != others[0] for other in others):
+        """What holds for all numbers of rows but zero; asked for where that is not one answer."""
+        symbols = [*expr.free_symbols]
+        holds = sympy.lambdify(symbols, expr, [_OPERATORS, "math"])
+        masks = [*map(self._mask_of, symbols)]
+        alike = len(symbols) == 1 and {bool(holds(n)) for n in _numbers(expr, masks[0])}
+        if not alike or len(alike) > 1 or (alike != {bool(holds(0))} and self._is_decided()):
             # As numbers of the program, which may be asked for.
-            counted = [self._masks[symbol].count_nonzero() for symbol in symbols]
-            return bool(sympy.lambdify([*symbols], expr, "math")(*counted))
-        if without == others[0]:
-            return bool(without)
-        is_empty = self._ask(self._masks[next(iter(symbols))])
-        return bool(without if is_empty else others[0])
+            return bool(holds(*(mask.count_nonzero() for mask in masks)))
+        (with_rows,) = alike
+        if bool(holds(0)) == with_rows:
+            return with_rows
+        return with_rows is not self._ask(masks[0])
+
+    def _mask_of(self, symbol: sympy.Symbol) -> torch.Tensor:
+        mask, version = self._masks[symbol]
+        if mask._version != version:
+            raise CaptureError(
+                f"The step function asks{at_user_line()} how many rows a mask chooses, and has "
+                f"written to that mask since it chose them. Write to a copy: mask = mask & other "
+                f"in place of mask &= other."
+            )
+        return mask
 
     def _is_decided(self) -> bool:
         return bool(self._decided) and at_user_line() in self._decided
@@ -191,6 +223,8 @@ class Counts:
         if is_list and isinstance(value.shape[_divided(name, args, kwargs)], torch.SymInt):
             raise NeedsValueError(f"{name} of rows that a mask chooses")
         said = self._said.get(value)
+        if said not in (None, _IS_NO_MASK) and said[0]._version != said[2]:
+            said = None  # it was said of the mask before somebody wrote to it
         if said is not None and said != _IS_NO_MASK and name in _READS and not self._is_decided():
             is_empty = self._ask(said[0])
             return (said[1] == "none") is is_empty
@@ -210,20 +244,32 @@ class Counts:
         if said is None:
             is_whole = len(args) == 1 and not kwargs and value.dim()
             is_whole = is_whole and value.dtype is torch.bool
-            return (value, _OF_MASKS[name]) if is_whole and name in _OF_MASKS else None
+            return (
+                (value, _OF_MASKS[name], value._version) if is_whole and name in _OF_MASKS else None
+            )
         if name in _SAME:
             return said
         if name in ("logical_not", "invert", "bitwise_not"):
-            return (said[0], _TURNED[said[1]]) if said[1] in _TURNED else None
+            return (said[0], _TURNED[said[1]], said[2]) if said[1] in _TURNED else None
         if said[1] == "count" and len(args) == 2 and type(args[1]) in (int, float):
             kind = _COMPARED.get((name, args[1]))
-            return None if kind is None else (said[0], kind)
+            return None if kind is None else (said[0], kind, said[2])
         return None
 
 
 def _divided(name: str, args: tuple[Any, ...], kwargs: Any) -> int:
     place = _DIVIDES[name]
     return kwargs.get("dim", args[place] if len(args) > place else 0)
+
+
+def _numbers(expr: Any, mask: torch.Tensor) -> Collection[int]:
+    """So many rows, but none, that an expression that says the same of all says it of others."""
+    size: int | torch.SymInt = mask.numel()  # of rows that another mask chooses, a symbol
+    if type(size) is int and size <= _SUPPOSED // 1000:
+        return range(1, size + 1)
+    parts = [int(part) for part in expr.atoms(sympy.Integer) if part] or [1]
+    near = {one // other + step for one in parts for other in parts for step in (-1, 0, 1)}
+    return {n for n in (1, *_SEVERAL, *near) if n > 0}
 
 
 def check_counts(graph: fx.Graph) -> None:

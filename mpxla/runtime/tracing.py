@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpxla.errors import CaptureError
+from mpxla.graph.answers import Guess
 from mpxla.graph.capture import Known, capture_step, with_values_if_needed
 from mpxla.graph.capture_attributes import (
     attributes_noted,
@@ -91,7 +92,14 @@ class Tracing:
         else:
             self.state.take()
             return found
+        self._find_masks_that_decide(signature, drawer and drawer.again())
         return self.trace(replace(signature, answers=()), drawer and drawer.again())
+
+    def _find_masks_that_decide(self, signature: Signature, drawer: Drawer | None) -> None:
+        """Goes through the whole function, before the first question, which is only a part."""
+        for guess in (Guess(False), Guess(True)):
+            with contextlib.suppress(Exception):  # a way that is not to be taken may raise
+                self._with_few_draws(replace(signature, answers=(guess,)), drawer)
 
     def _with_few_draws(self, signature: Signature, drawer: Drawer | None) -> Traced:
         """Scalars that torch draws are inputs only where nothing else will do."""

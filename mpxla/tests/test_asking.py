@@ -137,24 +137,30 @@ def test_branches_on_values_of_the_model(stages, has_norm):
 
 @pytest.mark.slow
 class Limited(nn.Module):
-    """Limits its values where some are large, which few microbatches have."""
+    """Limits its values where some are large, which few microbatches have.
 
-    def __init__(self):
+    It may choose those, and ask for their number.
+    """
+
+    def __init__(self, chooses_rows):
         super().__init__()
+        self.chooses_rows = chooses_rows
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x):
         h = self.first(x)
-        if torch.any(h > 2.0):
+        if len(h[h > 2.0]) if self.chooses_rows else torch.any(h > 2.0):
             h = h.clamp(max=1.5) * 0.9
+        if self.chooses_rows and (len(h[h < 0]) == 6 or h.mean() > 0.3):
+            h = h * 1.1
         if not (h < -50.0).any():
             h = torch.tanh(h)
         return self.last(h)
 
 
-def limit_plainly():
-    model = Limited()
+def limit_plainly(chooses_rows):
+    model = Limited(chooses_rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     ways = []
     for number in range(NUM_STEPS):
@@ -167,9 +173,9 @@ def limit_plainly():
     return host(model.state_dict().items())
 
 
-def limit(stages):
+def limit(stages, chooses_rows):
     smp.init({"microbatches": MICROBATCHES, "pipeline_parallel_degree": stages})
-    model = smp.DistributedModel(Limited())
+    model = smp.DistributedModel(Limited(chooses_rows))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
 
     @smp.step
@@ -183,10 +189,13 @@ def limit(stages):
     return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_masks_that_choose_no_rows_decide_by_whether_they_are_true_anywhere(stages):
-    expected = limit_plainly()
-    for state in run_ranks(limit, stages, stages):
+@pytest.mark.parametrize(
+    ("stages", "chooses_rows"),
+    [(1, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, False), (2, True)])],
+)
+def test_masks_decide_by_whether_they_are_true_anywhere(stages, chooses_rows):
+    expected = limit_plainly(chooses_rows)
+    for state in run_ranks(limit, stages, stages, chooses_rows):
         close(state, expected)
 
 

@@ -514,6 +514,27 @@ def test_what_a_branch_decides_otherwise_is_looked_at():
         assert [bool(p) for p in outputs_of(step, model, (x, y))[2:]] == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    "is_any",
+    [lambda rows: len(rows), lambda rows: rows.shape[0] / 15, lambda rows: rows.numel() > 0],
+)
+def test_the_truth_of_a_number_of_rows_is_looked_at(is_any):
+    _, step, _ = capture(lambda m, h, y: h.sum() if is_any(h[h[..., 0] > 0]) else h.mean())
+    assert [check.check for check in step.prints] == [Check.ROWS]
+
+
+def of_a_mask_that_is_written_to(m, h, y):
+    mask = h[..., 0] > 0
+    rows = h[mask]
+    mask &= h[..., 1] > 0
+    return h.sum() if len(rows) else h.mean()
+
+
+def test_a_mask_that_was_written_to_says_nothing_of_rows_that_it_chose():
+    with pytest.raises(CaptureError, match="has written to that mask since it chose them"):
+        capture(of_a_mask_that_is_written_to)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 REFUSED = {
@@ -538,6 +559,7 @@ def test_refused(text):
     "function",
     [
         lambda m, h, y: sum(row.sum() for row in h[h > 0]),
+        lambda m, h, y: h.sum() if len(h[h > 0]) == 7 else h.mean(),
         *slow(
             [
                 lambda m, h, y: sum(h[0, 0, 0] * i for i in range(h[h > 0].shape[0])),
