@@ -209,6 +209,7 @@ def _flatten_strided(node: fx.Node) -> None:
         with node.graph.inserting_before(node.next):
             laid = _call(node, _aten.reshape.default, node, shape)
             whole = _call(node, _aten.permute.default, laid, back)
+        whole.meta["val"] = node.meta["val"]  # for strides of what has been written to
         node.replace_all_uses_with(whole, lambda user: user is not laid)
 
 

@@ -36,6 +36,11 @@ class Strided(nn.Module):
         h.as_strided((h.size(0), 3), (h.stride(0), 5)).fill_(0.5)
         return h.transpose(1, 2)[..., :6]
 
+    def written_and_read(self, h):
+        h = h.clone()
+        h.as_strided((h.size(0), 3), (h.stride(0), 5)).fill_(0.5)
+        return h.as_strided((h.size(0), 6, 6), (h.stride(0), 3, 2))
+
     def of_a_part(self, h):
         return h[:, 1:7].as_strided((h.size(0), 6, 6), (h.stride(0), 3, 2))
 
@@ -69,7 +74,7 @@ def problem_of(kinds):
 
 @pytest.mark.slow
 def test_views_by_strides_in_stages():
-    kinds = ["overlapping", "from_an_offset", "written"]
+    kinds = ["overlapping", "from_an_offset", "written", "written_and_read"]
     assert run_ranks(problem_of, 1, kinds) == [dict.fromkeys(kinds, "")]
 
 
