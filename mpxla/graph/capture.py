@@ -372,7 +372,10 @@ def capture_step(
             other = _captured(asked, Counts(line, raises_at, decided or ()), step.asked)
         except (CaptureError, RaisesError):
             return False  # it may not go that way
-        return not other.is_question and needs_no_rows(step, line, other)
+        is_same = not other.is_question and needs_no_rows(step, line, other)
+        if is_same and step.is_training:
+            _tell_of_zeros(line, step.names_in_use() - other.names_in_use())
+        return is_same
 
     lines = set(told)
     harmless = set(filter(is_harmless, lines))
@@ -390,6 +393,20 @@ def capture_step(
         raise UndecidedError(f"The step function branches{min(decided)} on a mask.")
     _tell_of_checks(step, harmless)
     return without_checks(step, harmless)
+
+
+def _tell_of_zeros(line: str, names: Collection[str]) -> None:
+    """Says which parameters only a branch uses, which is captured whether it is taken or not."""
+    if names:
+        first, *others = sorted(names)
+        which = f"{first} and {len(others)} more" if others else first
+        warn_once(
+            f"zeros{line}",
+            f"the step function uses {which} only where a mask is true{line}. If it is true "
+            f"nowhere in a whole call, PyTorch leaves them without a gradient, and optimizers do "
+            f"not touch them; here their gradients are zeros, as after "
+            f"zero_grad(set_to_none=False): momentum and weight decay move them.",
+        )
 
 
 def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:

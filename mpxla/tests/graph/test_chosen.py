@@ -16,6 +16,7 @@ from mpxla.graph.capture import Known, TensorLeaf, capture_step, with_values_if_
 from mpxla.graph.recorder import current_recorder
 from mpxla.graph.stepgraph import Check
 from mpxla.runtime.state import ModelState
+from mpxla.tests.clients import logged
 from mpxla.tests.graph.test_capture import outputs_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:(var|std).*degrees of freedom")]
@@ -572,3 +573,26 @@ def test_refused(text):
 def test_a_number_of_rows_is_no_number_of_python(function):
     with pytest.raises(CaptureError, match=r"depends on a tensor's value in Python at .*chosen"):
         capture(function)
+
+
+def expert_for_some(m, h, y):
+    mask, out = y > 3, torch.zeros_like(h)
+    if mask.any():
+        out[mask] = m.experts[0](h[mask])
+    return (out + h).square().mean()
+
+
+def expert_for_all(m, h, y):
+    mask, out = y > 3, m.experts[0](h)
+    if mask.any():
+        out[mask] = 2 * m.experts[0](h[mask])
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("function", [expert_for_some, expert_for_all])
+def test_parameters_that_only_a_branch_uses_are_named(function):
+    with logged() as lines:
+        capture(function)
+    told = [line for line in lines if "in a whole call" in line]
+    assert len(told) == (function is expert_for_some)
+    assert all("uses experts.0.0.bias and 3 more only where a mask is true at" in t for t in told)
