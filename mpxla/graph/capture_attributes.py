@@ -177,10 +177,9 @@ class AttributeLog:
             if form is None or spec != like or place in self.written or not is_module:
                 continue
             new = [leaf for leaf, old in zip(leaves, known, strict=True) if leaf is not old]
-            if not all(map(is_constant, new)):
-                self.note_write(self.held[place[0]].table, place[1], _COMPUTED, form)
-            elif new and form_of(before) == form:
-                self.note_write(self.held[place[0]].table, place[1], _CONSTANT, form)
+            written = _CONSTANT if all(map(is_constant, new)) else _COMPUTED
+            if written is _COMPUTED or (new and form_of(before) == form):
+                self.note_write(self.held[place[0]].table, place[1], written, form)
 
     def start_carried(self, model: nn.Module, gone: Sequence[tuple[nn.Module, str]]) -> None:
         """Puts tensors into attributes that the step will give some.

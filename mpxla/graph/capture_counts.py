@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import operator
 from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import sympy
@@ -132,24 +133,22 @@ class Counts:
         self.asked.clear()
         self.denied.clear()
         self._truth_of = truth_of
-        truth: Any = torch.SymBool.__bool__
         index: Any = torch.SymInt.__index__
         length = builtins.len
 
-        def is_true(value: Any) -> bool:
-            known = self._masks.keys() & value.node.expr.free_symbols
-            return self._answer(value.node.expr) if known and is_called_by_user() else truth(value)
+        def with_truth(kind: Any, asked: Callable[[Any], Any]) -> AbstractContextManager[None]:
+            truth = kind.__bool__
 
-        def with_truth(number: Any) -> contextlib.AbstractContextManager[None]:
-            # Torch's own one compares in torch's name, which gets the answers of a large prime.
-            own = number.__bool__
+            def is_true(value: Any) -> bool:
+                expr = value.node.expr
+                is_known = self._masks.keys() & expr.free_symbols and is_called_by_user()
+                return self._answer(asked(expr)) if is_known else truth(value)
 
-            def is_not_zero(value: Any) -> bool:
-                known = self._masks.keys() & value.node.expr.free_symbols
-                is_users = known and is_called_by_user()
-                return self._answer(sympy.Ne(value.node.expr, 0)) if is_users else own(value)
+            return exchanged(kind, __bool__=is_true)
 
-            return exchanged(number, __bool__=is_not_zero)
+        def is_not_zero(expr: Any) -> Any:
+            # Torch compares in its own name, which gets the answers of a large prime.
+            return sympy.Ne(expr, 0)
 
         def as_index(value: Any) -> int:
             if self._masks.keys() & value.node.expr.free_symbols and is_called_by_user():
@@ -163,10 +162,10 @@ class Counts:
             return length(value)
 
         with (
-            exchanged(torch.SymBool, __bool__=is_true),
+            with_truth(torch.SymBool, lambda expr: expr),
+            with_truth(torch.SymInt, is_not_zero),
+            with_truth(torch.SymFloat, is_not_zero),
             exchanged(torch.SymInt, __index__=as_index),
-            with_truth(torch.SymInt),
-            with_truth(torch.SymFloat),
             exchanged(builtins, len=length_of),
         ):
             yield

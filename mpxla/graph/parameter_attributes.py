@@ -84,10 +84,8 @@ def parameters_noted(
 
     def set_noted(self: torch.Tensor, name: str, value: Any) -> None:
         parameter = None if name in of_torch else parameter_of(self)
-        if parameter is None or name in vars(self) or _has_tensors(value):
-            set_attribute(self, name, value)
-            return
-        if not is_called_by_user():
+        is_noted = parameter is not None and name not in vars(self) and not _has_tensors(value)
+        if not is_noted or not is_called_by_user():
             set_attribute(self, name, value)
             return
         log.note_write(vars(parameter), name, value)
