@@ -51,7 +51,7 @@ from mpxla.graph.functional_step import (
 )
 from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_hooks_captured
 from mpxla.graph.kept_program import recall_step
-from mpxla.graph.normalize import keep_gradient_barriers
+from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
 from mpxla.graph.number import is_number, numbers_in_math
 from mpxla.graph.questions import as_question
 from mpxla.graph.recorded import Recorded
@@ -450,6 +450,7 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
                 raise ThawedError(returned.thawed, asked.thawed)
             if returned.new:
                 raise NewAttributesError(returned.new)
+            drop_replayed_views(traced)
             keep_gradient_barriers(traced.graph_module)
             checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
             written = frozenset(canonical_names[name] for name in returned.written)

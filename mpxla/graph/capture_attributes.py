@@ -450,6 +450,21 @@ def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if recorder is None else recorder.stand_ins.get(id(tensor))
 
 
+def _are_parameters(tensors: Sequence[torch.Tensor], old: Sequence[Any]) -> bool:
+    """Whether all are parameters, in the place of nothing, or of the same ones.
+
+    Recurrent layers of torch list their weights anew when these are others, as in a capture.
+    """
+
+    def named(tensor: torch.Tensor) -> int | None:
+        known = _parameter_of(tensor)
+        return None if known is None else id(known)
+
+    new = [*map(named, tensors)]
+    held = [named(leaf) or id(leaf) for leaf in old if isinstance(leaf, torch.Tensor)]
+    return None not in new and (not held or held == new)
+
+
 def outside_values(found: Outside) -> list[Read]:
     """Plain globals, closed-over values, and attributes of modules and classes that code names."""
     copies = [(p, plain(p.value, found.names)) for p in found.places]
@@ -516,15 +531,17 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             written = value
             tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
             owner = object.__getattribute__(self, "__dict__")
+            old = pytree.tree_leaves(owner.get(name))
+            is_alias = _are_parameters(tensors, old)
             if tensors:  # which must not be held beyond the step
-                old = pytree.tree_leaves(owner.get(name))
                 if isinstance(self, nn.Module):
                     is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
                 else:  # which carries nothing
                     is_same = all(map(recorder.is_known, tensors))
-                written = _CONSTANT if is_same or is_cache(owner, name) else _COMPUTED
+                is_same = is_same or is_alias or is_cache(owner, name)
+                written = _CONSTANT if is_same else _COMPUTED
             is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
-            form = form_of(value) if tensors and is_attribute else None
+            form = form_of(value) if is_attribute and not is_alias else None
             log.note_write(owner, name, written, form)
         set_attribute(self, name, value)
 

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
 
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import module_path
@@ -18,6 +20,7 @@ from mpxla.graph.user_code import line_of
 __all__ = [
     "COLLECTIVES_OUTSIDE",
     "check_operators",
+    "drop_replayed_views",
     "free_layouts",
     "has_writes",
     "keep_gradient_barriers",
@@ -39,6 +42,52 @@ COLLECTIVES_OUTSIDE = (
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
+def drop_replayed_views(program: ExportedProgram) -> None:
+    """Takes views out of a traced program that autograd has made of tensors which are not in it.
+
+    In place. Where the result of an operator is a view inside (of `linear` with three dimensions,
+    or what `vmap` turns), and something writes to a part of it, autograd makes that view again, for
+    its derivative only. Its base was never traced, so export takes it for a constant.
+    """
+    specs, constants = program.graph_signature.input_specs, program.constants
+    lost = {str(s.arg.name): s for s in specs if _is_lost(constants.get(s.target or ""))}
+    for base in program.graph.find_nodes(op="placeholder"):
+        if base.name in lost and _drop_unused(base):
+            specs.remove(lost[base.name])
+            del constants[str(lost[base.name].target)]
+    program.graph_module.recompile()
+
+
+def _is_lost(value: object) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _drop_unused(base: fx.Node) -> bool:
+    """Erases what is made of an input and is used for nothing; and the input, if that was all."""
+    for node in list(base.users):
+        body = _body_of(node)
+        if body is None:
+            _drop_unused(node)
+        elif node.args.count(base) == 1:
+            place = node.args.index(base)
+            first = len(node.args) - len(body.graph.find_nodes(op="placeholder"))
+            if _drop_unused(body.graph.find_nodes(op="placeholder")[place - first]):
+                node.args = (*node.args[:place], *node.args[place + 1 :])
+                body.recompile()
+    is_unused = not base.users and (base.op == "placeholder" or not base.is_impure())
+    if is_unused:
+        base.graph.erase_node(base)
+    return is_unused
+
+
+def _body_of(node: fx.Node) -> fx.GraphModule | None:
+    """The program of a region under `torch.no_grad()` or `torch.autocast`."""
+    if str(node.target) not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+        return None
+    names = (a for a in arguments_of(node) if isinstance(a, fx.Node) and a.op == "get_attr")
+    return getattr(node.graph.owning_module, str(next(names).target))
+
+
 def keep_gradient_barriers(module: fx.GraphModule) -> None:
     """Makes regions under `torch.no_grad()` detach their results, in autocast regions too.
 
@@ -46,12 +95,11 @@ def keep_gradient_barriers(module: fx.GraphModule) -> None:
     its outputs get an explicit `detach`.
     """
     for node in list(module.graph.nodes):
-        name, arguments = str(node.target), arguments_of(node)
-        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-            nodes = (a for a in arguments if isinstance(a, fx.Node) and a.op == "get_attr")
-            body = getattr(module, str(next(nodes).target))
+        body = _body_of(node)
+        if body is not None:
             keep_gradient_barriers(body)
-            if name == "wrap_with_set_grad_enabled" and arguments[0] is False:
+            is_gradless = str(node.target) == "wrap_with_set_grad_enabled"
+            if is_gradless and arguments_of(node)[0] is False:
                 _detach_outputs(body)
 
 

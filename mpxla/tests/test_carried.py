@@ -1,5 +1,6 @@
 """Tensors that a step leaves in attributes: what plain PyTorch leaves there, and goes on by."""
 
+import contextlib
 import copy
 from collections import deque
 
@@ -198,6 +199,52 @@ FAST = {("by_a_flag", 2)}
 )
 def test_tensors_in_attributes_are_what_they_are_in_pytorch(kind, stages):
     check(kind, stages)
+
+
+class Aliases(nn.Module):
+    """Lists parameters in an attribute, as `nn.LSTM` does while it is captured."""
+
+    def __init__(self, place=lambda stage: contextlib.nullcontext()):
+        super().__init__()
+        torch.manual_seed(3)
+        with place(0):
+            self.first, self.weights = nn.Linear(6, 8), []
+        with place(1):
+            self.second = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        if not self.weights:
+            self.weights = [self.first.weight]
+        scale = 1 + sum(weight.square().mean() for weight in self.weights)
+        return scale * self.second(self.first(x)[:, None])[0][:, 0]
+
+
+def train_aliases():
+    smp.init(
+        {
+            "pipeline_parallel_degree": 2,
+            "microbatches": 2,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    raw = Aliases(smp.partition)
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step, losses = smp.step(train_step), []
+    for x, y in batches():
+        optimizer.zero_grad()
+        losses.append(step(model, x, y).reduce_mean().item())
+        optimizer.step()
+    return losses, sorted(raw.state_dict())
+
+
+def test_parameters_in_attributes_stay_parameters():
+    model = Aliases()
+    losses, _, _ = trained_plainly(model, batches(), 2, lambda _: None)
+    for found, names in run_ranks(train_aliases, 2):
+        close(torch.tensor(found), losses.view(-1, 2).mean(1))
+        assert names == sorted(model.state_dict())
 
 
 @pytest.mark.slow
