@@ -541,7 +541,7 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
                 is_same = is_same or is_alias or is_cache(owner, name)
                 written = _CONSTANT if is_same else _COMPUTED
             is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
-            form = form_of(value) if is_attribute and not is_alias else None
+            form = form_of(value) if tensors and is_attribute and not is_alias else None
             log.note_write(owner, name, written, form)
         set_attribute(self, name, value)
 
