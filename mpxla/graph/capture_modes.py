@@ -14,6 +14,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.jit._state import _enabled as jit_state  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
@@ -257,6 +258,7 @@ def traceable(
         host_autocast(),
         _numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
+        exchanged(jit_state, enabled=False),  # nor does `torch.jit.script` compile: not our `math`
         exporter_prepared(),
         user_lines_recorded(),
         torchs_recurrences(),

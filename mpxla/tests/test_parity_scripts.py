@@ -4,6 +4,7 @@ The models of `test_parity` are about shapes of graphs; these are about habits: 
 losses, a teacher without gradients, tensors changed in place, layers that keep state.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -235,8 +236,13 @@ def smoothed(logits, y):
     return F.cross_entropy(logits, y, label_smoothing=0.1)
 
 
+def sharpened(logits: torch.Tensor) -> torch.Tensor:
+    return logits * math.sqrt(logits.size(-1))
+
+
 def classify_compiled(model, x, y):
-    loss = torch.compile(smoothed, backend="eager")(model(x), y)
+    logits = torch.jit.script(sharpened)(model(x))  # which reads what `math.sqrt` is
+    loss = torch.compile(smoothed, backend="eager")(logits, y)
     model.backward(loss)
     return loss
 
@@ -297,6 +303,7 @@ SCRIPTS = {
 QUICK = ("recurrent", "checkpointed", "assigning", "sparse", "divergence", "compiled", "clamping")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in SCRIPTS]
 )
