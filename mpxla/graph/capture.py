@@ -360,8 +360,8 @@ def capture_step(
     asked = _Asked(
         function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas
     )
-    step, raises_at = without_exception(
-        lambda lines: _captured(asked, Counts(None, lines, decided or ()))
+    step, raises_at, decided_at = without_exception(
+        lambda counts: _captured(asked, counts), decided or ()
     )
     if step.is_question:
         return as_question(step)
@@ -369,7 +369,7 @@ def capture_step(
 
     def is_harmless(line: str) -> bool:
         try:
-            other = _captured(asked, Counts(line, raises_at, decided or ()), step.asked)
+            other = _captured(asked, Counts(line, raises_at, decided_at), step.asked)
         except (CaptureError, RaisesError):
             return False  # it may not go that way
         is_same = not other.is_question and needs_no_rows(step, line, other)
@@ -426,7 +426,7 @@ MOST_MASKS = 8
 _SUPPOSED = {
     Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
     Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
-    Check.NO_ROWS: ("raises an exception{line} where a mask is true anywhere", "it were not"),
+    Check.NO_ROWS: ("raises an exception{line} for some values of a mask", "it did not"),
     Check.COUNTED: ("counts values{line}", "all were below the minlength that it gives"),
 }
 

@@ -45,14 +45,14 @@ _OPERATORS = {
     "ToFloat": lambda value: value,
 }
 """Torch's names in expressions of symbols."""
-_OF_MASKS = {"any": "some", "sum": "count", "count_nonzero": "count"}
+_OF_MASKS = {"any": "some", "all": "all", "sum": "count", "count_nonzero": "count"}
 _SAME = frozenset("clone cpu detach int item long reshape to view".split())
 _COMPARED = {
     **{(name, 0): "some" for name in ("gt", "ne")},
     **{(name, 0): "none" for name in ("eq", "le")},
     **{("ge", 1): "some", ("lt", 1): "none"},
 }
-_TURNED = {"some": "none", "none": "some"}
+_TURNED = {"some": "none", "none": "some", "all": "not all", "not all": "all"}
 _OF_FINITE = frozenset("isfinite isinf isnan isneginf isposinf".split())
 _IS_NO_MASK = None, "finite"
 """Said of tests whether values are finite, which are no masks of rows."""
@@ -67,15 +67,17 @@ class Counts:
     Args:
         none_at: the user's line, as `at_user_line` gives it, where the answer is that there are no
             rows.
-        raises_at: lines where it is the same answer, since the function raises an exception
-            otherwise; what they ask is noted.
+        raises_at: lines where it is the same answer, or that a mask is true everywhere, since the
+            function raises an exception otherwise; what they ask is noted.
         decided: lines that get no answer here; Python asks for the value.
 
     Attributes:
         asked: where the user's code asks whether there are rows, and whether the mask is true
             somewhere, in order.
-        denied: the same for `raises_at`, and whether it is true nowhere.
+        denied: the same for `raises_at`, and whether the answer is right.
         last: the line that asked last.
+        tried: lines that ask whether a mask is true everywhere, and got the answer that it is not:
+            if the function goes on then, they have to be `decided`.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Counts:
         self.asked: list[tuple[str, torch.Tensor]] = []
         self.denied: list[tuple[str, torch.Tensor]] = []
         self.last: str | None = None
+        self.tried: set[str] = set()
         self.none_at = none_at
         self._raises_at, self._decided = raises_at, decided
         self._truth_of: Callable[[torch.Tensor], bool | None] = lambda mask: None
@@ -210,6 +213,17 @@ class Counts:
             self.asked.append((line, mask.any()))
         return line == self.none_at
 
+    def _ask_whole(self, mask: torch.Tensor) -> bool | None:
+        """Notes a question whether a mask is true everywhere; None if its value is known."""
+        if self._truth_of(mask.logical_not()) is not None:
+            return None
+        self.last = line = at_user_line()
+        if line in self._raises_at:
+            self.denied.append((line, mask.all()))
+            return True
+        self.tried.add(line)
+        return False
+
     def call(
         self, call: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -225,8 +239,10 @@ class Counts:
         if said not in (None, _IS_NO_MASK) and said[0]._version != said[2]:
             said = None  # it was said of the mask before somebody wrote to it
         if said is not None and said != _IS_NO_MASK and name in _READS and not self._is_decided():
-            is_empty = self._ask(said[0])
-            return (said[1] == "none") is is_empty
+            if said[1] not in ("all", "not all"):
+                return (said[1] == "none") is self._ask(said[0])
+            if (is_full := self._ask_whole(said[0])) is not None:
+                return (said[1] == "all") is is_full
         result = call(func, args, kwargs)
         found = self._follow(name, value, args, kwargs, said)
         others = (said, *map(self._said.get, (v for v in args[1:] if isinstance(v, FakeTensor))))
@@ -307,19 +323,28 @@ class RaisesError(BaseException):
 
 
 def without_exception(
-    capture: Callable[[frozenset[str]], _Captured],
-) -> tuple[_Captured, frozenset[str]]:
-    """What is captured, and the lines where it supposes that masks are true nowhere.
+    capture: Callable[[Counts], _Captured], decided: Collection[str]
+) -> tuple[_Captured, frozenset[str], frozenset[str]]:
+    """What is captured, and the lines where it supposes that the function raises no exception.
 
-    They are supposed to be true somewhere, but where the function raises an exception then, as
-    `assert not (x > 100).any()` does.
+    Masks are supposed to be true somewhere, and not everywhere, but where the function raises an
+    exception then, as `assert not (x > 100).any()` and `assert (x < 100).all()` do. Where it goes
+    on though a mask is not true everywhere, that is `decided`: those lines come last.
     """
-    lines, first = frozenset[str](), None
+    lines, asking, first = frozenset[str](), frozenset(decided), None
     while True:
+        counts = Counts(None, lines, asking)
         try:
-            return capture(lines), lines
+            captured = capture(counts)
+            if not counts.tried:
+                return captured, lines, asking
         except RaisesError as error:
             first = first or error.raised
             if error.line in lines:  # it raises one both ways
                 raise first from None
             lines |= {error.line}
+            continue
+        except Exception:
+            if not counts.tried:
+                raise
+        asking |= counts.tried

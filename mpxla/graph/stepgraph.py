@@ -133,7 +133,7 @@ class Check(enum.Enum):
     ROWS = "rows"
     """A mask is true somewhere."""
     NO_ROWS = "no rows"
-    """A mask is true nowhere, where the function raises an exception if it is."""
+    """A mask is true nowhere, or everywhere, where the function raises an exception if not."""
     COUNTED = "counted"
     """`torch.bincount` has a place for every value."""
 

@@ -88,8 +88,8 @@ _FAILED = {
     "captured as if there were a row, and has run; its gradients are worthless, since what the "
     "branch decides is more than sums over the rows and writes to them. To train on, compute "
     "without the branch: a sum over no rows is zero, and a write to none changes nothing.",
-    Check.NO_ROWS: "a mask that is true somewhere, and the step function raises an exception then"
-    "{line}. It was captured as if there were no row, and has run; its gradients are worthless.",
+    Check.NO_ROWS: "a mask for which the step function raises an exception{line}. It was captured "
+    "as if it did not, and has run; its gradients are worthless.",
     Check.COUNTED: "a value below zero, or not below minlength, where torch.bincount counts{line}. "
     "PyTorch raises, or gives more than minlength places; the step was captured with so many, and "
     "has run: its results are worthless. Give a larger minlength, or leave such values out by a "

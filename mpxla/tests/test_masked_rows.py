@@ -137,8 +137,10 @@ def ask():
     @smp.step
     def checked(model, x, y):
         loss = model(x, y)
-        if (model.module.model.gate(model.module.model.first(x)) > 50).any():
+        scores = model.module.model.gate(model.module.model.first(x))
+        if (scores > 50).any():
             raise ValueError("too large")
+        assert torch.all(scores >= -50), "too small"
         model.backward(loss)
         return loss
 
@@ -160,11 +162,15 @@ def ask():
         gate.bias[1] = 100.0
     with pytest.raises(StepError) as large:
         checked(model, *batch(0))
-    return str(error.value), str(counted.value), str(large.value), lines
+    with torch.no_grad():
+        gate.bias[1] = -100.0
+    with pytest.raises(StepError) as small:
+        checked(model, *batch(0))
+    return str(error.value), str(counted.value), str(large.value), str(small.value), lines
 
 
 def test_a_branch_that_was_not_captured_is_an_error():
-    ((text, counted, large, lines),) = run_ranks(ask, 1)
+    ((text, counted, large, small, lines),) = run_ranks(ask, 1)
     line = r"at \S*test_chosen.py:\d+: if mask.any\(\):"
     assert re.search(rf"step: microbatch 0 has a mask that is true nowhere, .* asks {line}", text)
     assert "To train on, compute without the branch" in text
@@ -173,11 +179,11 @@ def test_a_branch_that_was_not_captured_is_an_error():
     assert any("is computed for all 15 rows" in line for line in lines)
     line = r"at \S*test_masked_rows.py:\d+: return torch.bincount"
     assert re.search(rf"count: microbatch \d has a value below zero, .* counts {line}", counted)
-    assert re.search(
-        r"checked: microbatch 0 has a mask that is true somewhere, .* raises an exception then at "
-        r"\S*test_masked_rows.py:\d+: if \(model",
-        large,
-    )
-    assert any("It is captured as if it were not, and every step" in line for line in lines)
+    asks = r"raises an exception at \S*test_masked_rows.py:\d+: "
+    for raised, what in ((large, r"if \(scores > 50\).any"), (small, r"assert torch.all\(scores")):
+        assert re.search(f"checked: microbatch 0 has a mask for which .* {asks}{what}", raised)
+        assert any(re.search(asks + what, told) for told in lines)
+    assert any("It is captured as if it did not, and every step" in line for line in lines)
+    assert not any("checked branches" in line for line in lines), "no forward goes ahead"
     (told,) = [line for line in lines if "It is captured as if all were below the minl" in line]
     assert re.search(rf"the step function counts values {line}", told)
