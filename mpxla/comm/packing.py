@@ -94,8 +94,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     A view where the tensor is contiguous, else a copy.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A single element may have any stride (that of `expand`), which a flat view would keep.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def as_memory(data: torch.Tensor) -> memoryview:

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from mpxla.graph.collectives import is_of_group
+from mpxla.graph.fingerprint import bytes_of
 from mpxla.graph.stepgraph import StepGraph, describe
 
 __all__ = ["lines_of"]
@@ -55,7 +56,6 @@ def _text(value: Any, numbers: dict[fx.Node, int]) -> str:
 
 
 def _constant(name: str, value: torch.Tensor) -> str:
-    held = value.detach().cpu().contiguous()
-    digest = hashlib.blake2b(held.flatten().view(torch.uint8).numpy().tobytes(), digest_size=8)
+    digest = hashlib.blake2b(bytes_of(value.cpu()), digest_size=8)
     what = f"the tensor {name} of shape {list(value.shape)}, which the step function found outside"
     return f"{what}, with values {digest.hexdigest()}"

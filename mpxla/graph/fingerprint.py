@@ -20,7 +20,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["UnknownValueError", "described", "fingerprint", "layouts", "torch_settings"]
+__all__ = ["UnknownValueError", "bytes_of", "described", "fingerprint", "layouts", "torch_settings"]
 
 _PLAIN = frozenset({bool, int, str, bytes, complex, type(None), type(...)})
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -141,9 +141,14 @@ def _tensor(value: torch.Tensor) -> str:
         return f"fake[{kind}]"
     if value.device.type != "cpu":
         raise UnknownValueError(f"a constant on {value.device}")
-    numbers = value.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    digest = hashlib.sha256(numbers.view(torch.uint8).numpy().tobytes()).hexdigest()
-    return f"tensor[{kind} {digest}]"
+    return f"tensor[{kind} {hashlib.sha256(bytes_of(value)).hexdigest()}]"
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a host tensor."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A single element may have any stride (that of `expand`), which a flat view would keep.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def _code(value: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from mpxla.comm.agreement import check_agreement
 from mpxla.comm.objects import Objects
-from mpxla.comm.packing import pack, unpack
+from mpxla.comm.packing import as_bytes, as_memory, pack, unpack
 from mpxla.comm.transport import Transport
 from mpxla.device.backend import Backend
 from mpxla.parallel.store import ParameterStore
@@ -147,7 +147,5 @@ def check_equal_values(
 
 def _digest_of(tensor: torch.Tensor) -> str:
     """Type, shape and a hash of the bytes of a tensor; waits for it."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    values = flat.reshape(-1).view(torch.uint8).numpy()
-    hashed = hashlib.md5(values.data, usedforsecurity=False).hexdigest()
+    hashed = hashlib.md5(as_memory(as_bytes(tensor.cpu())), usedforsecurity=False).hexdigest()
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)} with digest {hashed}"

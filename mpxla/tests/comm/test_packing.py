@@ -85,6 +85,12 @@ def test_gradients_and_conjugates_are_resolved():
     assert unpack(pack([conjugate]), [conjugate])[0].item() == 1 - 2j
 
 
+def test_a_single_element_has_any_stride():
+    one = torch.tensor(3.0).expand(1, 1)
+    assert one.is_contiguous() and one.stride() == (0, 0)
+    assert torch.equal(as_bytes(one).view(torch.float32), torch.tensor([3.0]))
+
+
 def test_specs_in_words():
     specs = [torch.empty(4, 16), torch.empty((), dtype=torch.int64)]
     assert describe(specs) == "float32[4, 16], int64[]"
