@@ -45,6 +45,7 @@ __all__ = [
     "GRADIENTS_OF",
     "LEAF",
     "Gradients",
+    "copied",
     "expand_call",
     "expand_gradients",
     "is_differentiated_by",
@@ -157,6 +158,15 @@ def is_differentiated_by(node: fx.Node, tensor: fx.Node) -> bool:
     return node.target is GRADIENTS_OF and tensor in arguments_of(node)[1]
 
 
+def copied(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """An assignment to a part of a tensor; torch has no derivative for the operator itself."""
+    return new.to(old.dtype).expand(old.shape)
+
+
+_WITH_DERIVATIVES = {LAYER: unrolled, _aten.copy.default: copied}
+"""Functions in the place of operators that have no derivative."""
+
+
 def expand_gradients(graph: fx.Graph) -> None:
     """Puts the operators of derivatives in the place of calls of `torch.autograd.grad`.
 
@@ -190,7 +200,7 @@ def expand_call(graph: fx.Graph, call: fx.Node) -> None:
         env: dict[Any, Any] = dict(zip([*roots, *outside], values, strict=True))
         for node in path:
             args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
-            own = unrolled if node.target is LAYER else applied(node.target, lambda part: part)
+            own = _WITH_DERIVATIVES.get(node.target) or applied(node.target, lambda part: part)
             function = own or target_of(node)
             env[node] = function(*args, **kwargs)
         found: Any = torch.autograd.grad(

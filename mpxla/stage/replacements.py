@@ -11,10 +11,11 @@ import torch
 from torch._decomp import decomposition_table
 
 from mpxla.errors import LoweringError
+from mpxla.graph.gradients import copied
 from mpxla.stage.solvers import SOLVERS
 from mpxla.stage.spectral import short_time_fourier
 
-__all__ = ["SHARED", "_strided_places", "copied"]
+__all__ = ["SHARED", "_strided_places"]
 
 _aten = torch.ops.aten
 _TORCHS: dict[Any, Callable[..., Any]] = {
@@ -22,11 +23,6 @@ _TORCHS: dict[Any, Callable[..., Any]] = {
     for operator in (_aten.affine_grid_generator.default, _aten.grid_sampler_2d.default)
 }
 """Operators that torch writes with others."""
-
-
-def copied(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """An assignment to a part of a tensor; torch has no derivative for the operator itself."""
-    return new.to(old.dtype).expand(old.shape)
 
 
 def _index_put(

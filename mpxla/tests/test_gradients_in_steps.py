@@ -71,6 +71,16 @@ class WithOwn(Net):
         return Cubed.apply(super().forward(x), 0.5)
 
 
+class Assigned(Net):
+    """It writes to parts of tensors."""
+
+    def forward(self, x):
+        y = torch.zeros(4, 2)
+        y[:, :1] = super().forward(x)
+        y[:, 1].copy_(x.sin().sum(1))
+        return y
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()
@@ -244,12 +254,13 @@ CASES = {
     "enabled": (Net, enabled_inside),
     "jacobian": (lambda: Net(2), whole_jacobian),
     "own": (WithOwn, penalized),
+    "assigned": (Assigned, penalized),
     "frozen": (Net, frozen_in_between),
     "attention": (Attending, penalized),
     "recurrent": (Recurrent, penalized),
     "convolution": (Convolving, penalized),
 }
-QUICK = ("adapted", "own")
+QUICK = ("adapted", "own", "assigned")
 
 
 def built(name):

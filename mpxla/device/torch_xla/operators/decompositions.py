@@ -34,7 +34,8 @@ from mpxla.device.torch_xla.operators.normalization import group_norm, instance_
 from mpxla.device.torch_xla.operators.order import ORDER_STATISTICS
 from mpxla.device.torch_xla.operators.pooling import POOLINGS
 from mpxla.device.torch_xla.operators.special import digamma, lgamma
-from mpxla.stage.replacements import SHARED, copied
+from mpxla.graph.gradients import copied
+from mpxla.stage.replacements import SHARED
 
 __all__ = ["CALLED_INSIDE", "DECOMPOSITIONS", "REPLACEMENTS"]
 
