@@ -287,6 +287,13 @@ def _expr(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
+def _where(condition: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+    """With a mask alone its places, which torch's exporter cannot have of rows that are chosen."""
+    if others or kwargs or not condition.dim():
+        return torch.where(condition, *others, **kwargs)
+    return condition.nonzero().unbind(1)
+
+
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.tensor: _of_data(torch.tensor),
     torch.as_tensor: _of_data(torch.as_tensor),
@@ -306,6 +313,7 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.max_pool1d: _pooled(F.max_pool1d, _largest, False),
     torch.Tensor.random_: _random_,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.where: _where,
     torch.quantile: _quantile,
     torch.Tensor.quantile: _quantile,
     torch.nanquantile: functools.partial(_quantile, ignores_nan=True),

@@ -538,10 +538,17 @@ def test_a_mask_that_was_written_to_says_nothing_of_rows_that_it_chose():
 
 # --- what is refused ------------------------------------------------------------------------------
 
+
+@torch.no_grad()
+def of_chosen_places(h):
+    return torch.where(h[h > 0] > 1)[0].sum()
+
+
 REFUSED = {
     "is a result of the step": lambda m, h, y: h[h > 0],
     "is put in order": lambda m, h, y: h[h[..., 0] > 0].argmax() + h.sum(),
     "meets what another mask has as many rows of": lambda m, h, y: (h[h > 0] * h[h < 0]).sum(),
+    "is looked through for places": lambda m, h, y: h.mean() * of_chosen_places(h),
     "is written at places": lambda m, h, y: h[h > 0].index_copy(0, y[0], h[0, :, 0]).sum(),
     "is divided": lambda m, h, y: h[h > 0][1:].sum(),
     "decides a size in a way": lambda m, h, y: torch.zeros(h[h > 0].shape[0] // 2).sum() + h.sum(),
