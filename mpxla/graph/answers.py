@@ -156,7 +156,8 @@ class Answers:
         assert self._given is not None or not self.asked
         if self._expected is not None or self.is_open:
             return
-        if len(self.asked) < len(self._given or ()):
+        told = [answer for answer in self._given or () if not isinstance(answer, Guess)]
+        if len(self.asked) < len(told):
             raise CaptureError(
                 "The step function branches on values that depend on the model, and asked for "
                 "fewer of them when it was captured again. What decides in Python must follow "

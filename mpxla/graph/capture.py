@@ -225,7 +225,7 @@ class _StepModule(nn.Module):
                 module_hooks_captured(),
                 optimizers_refused(),
                 transforms_captured(),
-                numbers_in_math(),
+                numbers_in_math(self._counts.number_of),
                 assigned_buffers_written(self.model),
                 carried_attributes_written(self.model),
                 parameter_attributes_written(
@@ -441,7 +441,10 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
     trained = _names_of([p for n, p in named if p.requires_grad or n in asked.thawed], model)
     wrapper.hooks = {name: found for name, p in named if (found := hooks_of(p))}
     gone: list[tuple[nn.Module, str]] = []
-    with traceable(model, fake_mode, trained, gone) as wrapper.attributes, counts.supposed():
+    with (
+        traceable(model, fake_mode, trained, gone, counts.number_of) as wrapper.attributes,
+        counts.supposed(),
+    ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in asked.leaves)
         try:

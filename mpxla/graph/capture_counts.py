@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_symbols import symbols_computed
 from mpxla.graph.exchanged import exchanged, restored
-from mpxla.graph.number import NeedsValueError
-from mpxla.graph.typed import symbolic_numbers
+from mpxla.graph.number import NeedsValueError, NumberRead
+from mpxla.graph.typed import SYMBOLIC, symbolic_numbers
 from mpxla.graph.user_code import at_user_line, is_called_by_user
 
 __all__ = ["Counts", "RaisesError", "check_counts", "without_exception"]
@@ -43,6 +44,8 @@ _OPERATORS = {
     **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
     **dict.fromkeys(("FloatPow", "PowByNatural"), operator.pow),
     "ToFloat": lambda value: value,
+    "Max": lambda *values: builtins.max(values),
+    "Min": lambda *values: builtins.min(values),
 }
 """Torch's names in expressions of symbols."""
 _OF_MASKS = {"any": "some", "all": "all", "sum": "count", "count_nonzero": "count"}
@@ -136,7 +139,6 @@ class Counts:
         self.asked.clear()
         self.denied.clear()
         self._truth_of = truth_of
-        index: Any = torch.SymInt.__index__
         length = builtins.len
 
         def with_truth(kind: Any, asked: Callable[[Any], Any]) -> AbstractContextManager[None]:
@@ -153,11 +155,6 @@ class Counts:
             # Torch compares in its own name, which gets the answers of a large prime.
             return sympy.Ne(expr, 0)
 
-        def as_index(value: Any) -> int:
-            if self._masks.keys() & value.node.expr.free_symbols and is_called_by_user():
-                raise NeedsValueError("a loop, or a slice, by the number of rows of a mask")
-            return index(value)
-
         def length_of(value: Any) -> Any:
             # Python would want a number; what compares it takes a symbol as well.
             if type(value) is FakeTensor and value.dim():
@@ -168,7 +165,7 @@ class Counts:
             with_truth(torch.SymBool, lambda expr: expr),
             with_truth(torch.SymInt, is_not_zero),
             with_truth(torch.SymFloat, is_not_zero),
-            exchanged(torch.SymInt, __index__=as_index),
+            symbols_computed(self.number_of),
             exchanged(builtins, len=length_of),
         ):
             yield
@@ -176,7 +173,7 @@ class Counts:
     def _answer(self, expr: Any) -> bool:
         """What holds for all numbers of rows but zero; asked for where that is not one answer."""
         symbols = [*expr.free_symbols]
-        holds = sympy.lambdify(symbols, expr, [_OPERATORS, "math"])
+        holds = _function(expr, symbols)
         masks = [*map(self._mask_of, symbols)]
         alike = len(symbols) == 1 and {bool(holds(n)) for n in _numbers(expr, masks[0])}
         if not alike or len(alike) > 1 or (alike != {bool(holds(0))} and self._is_decided()):
@@ -186,6 +183,15 @@ class Counts:
         if bool(holds(0)) == with_rows:
             return with_rows
         return with_rows is not self._ask(masks[0])
+
+    def number_of(self, value: Any) -> Any:
+        """What is read of the masks in the place of a symbol of theirs; all else as it is."""
+        expr = value.node.expr if isinstance(value, SYMBOLIC) else None
+        if expr is None or not expr.free_symbols or expr.free_symbols - self._masks.keys():
+            return value
+        symbols = [*expr.free_symbols]
+        counts = [NumberRead(self._mask_of(symbol).count_nonzero()) for symbol in symbols]
+        return _function(expr, symbols)(*counts)
 
     def _mask_of(self, symbol: sympy.Symbol) -> torch.Tensor:
         mask, version = self._masks[symbol]
@@ -270,6 +276,10 @@ class Counts:
             kind = _COMPARED.get((name, args[1]))
             return None if kind is None else (said[0], kind, said[2])
         return None
+
+
+def _function(expr: Any, symbols: list[sympy.Symbol]) -> Callable[..., Any]:
+    return sympy.lambdify(symbols, expr, [_OPERATORS, "math"])
 
 
 def _divided(name: str, args: tuple[Any, ...], kwargs: Any) -> int:

@@ -196,12 +196,20 @@ def _of_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             return torch.full((), data, dtype=dtype, **named)
         if isinstance(data, np.ndarray) and data.dtype == object:
             data = data.tolist()
-        if not isinstance(data, (list, tuple)) or not any(map(_has_no_value, tree_leaves(data))):
+        if isinstance(data, torch.Tensor) or not any(map(_has_no_value, tree_leaves(data))):
             return function(data, *args, dtype=dtype, **named)
         stacked = _stacked(data)
         return stacked if dtype is None else stacked.to(dtype)
 
     return call
+
+
+def _new_tensor(
+    tensor: torch.Tensor, data: Any, dtype: torch.dtype | None = None, **named: Any
+) -> torch.Tensor:
+    if not any(map(_has_no_value, tree_leaves(data))):
+        return tensor.new_tensor(data, dtype=dtype, **named)
+    return _stacked(data).to(dtype or tensor.dtype)
 
 
 def _istft(
@@ -297,6 +305,7 @@ def _where(condition: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.tensor: _of_data(torch.tensor),
     torch.as_tensor: _of_data(torch.as_tensor),
+    torch.Tensor.new_tensor: _new_tensor,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
@@ -343,22 +352,30 @@ def cumulative_batch_norms() -> AbstractContextManager[None]:
     return exchanged(kind, forward=forward)
 
 
-def extremes_captured() -> AbstractContextManager[None]:
-    """`max(lengths)` and `max(count.item(), 1)`, of Python: export's own knows other cases."""
+def extremes_captured(number_of: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """`max(lengths)` and `max(count.item(), 1)`, of Python: export's own knows other cases.
+
+    `number_of` gives numbers that are read in the place of symbols.
+    """
     of_export = non_strict_utils._tensor_min_max  # pyright: ignore[reportPrivateUsage]
 
-    def extreme(*args: Any, **named: Any) -> Any:
-        is_max, has_key = named["tensor_callable"] is torch.maximum, len(named) > 2
-        if len(args) == 2 and not has_key and any(map(is_number, args)):
-            found = extreme_number(named["real_callable"], is_max, *args)
-            if found is not NotImplemented:
-                return found
-        elif len(args) == 1 and isinstance(args[0], torch.Tensor):
+    def extreme(*args: Any, real_callable: Any, tensor_callable: Any, **named: Any) -> Any:
+        is_max = tensor_callable is torch.maximum
+        if len(args) == 1 and isinstance(args[0], torch.Tensor):
             (values,) = args
-            if values.dim() == 1 and not has_key:
+            if values.dim() == 1 and not named:
                 return values.max() if is_max else values.min()
             args = (values.unbind(),)
-        return of_export(*args, **named)
+        if named:  # not by export's, so that torch's code does not ask in the name of the user's
+            return real_callable(*args, **named)
+        if len(args) > 2:
+            args = (args,)
+        is_float = any(isinstance(value, torch.SymFloat) for value in args)
+        if len(args) == 2 and (is_float or any(map(is_number, args))):
+            args = tuple(map(number_of, args))
+            found = extreme_number(real_callable, is_max, *args)
+            return real_callable(*args) if found is NotImplemented else found
+        return of_export(*args, real_callable=real_callable, tensor_callable=tensor_callable)
 
     return exchanged(non_strict_utils, _tensor_min_max=extreme)
 

@@ -52,6 +52,7 @@ from mpxla.graph.number import NO_VALUE
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
 from mpxla.graph.tensor_places import Attribute, attributes_of
+from mpxla.graph.typed import SYMBOLIC
 from mpxla.graph.user_code import at_user_line, is_called_by_user, user_lines_recorded
 
 __all__ = [
@@ -146,6 +147,9 @@ class StepSemantics(TorchFunctionMode):
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (args, kwargs))
         args, kwargs = pytree.tree_map(self._to_host, (args, kwargs))
+        name = getattr(func, "__name__", "").strip("_")
+        kinds = SYMBOLIC if name in _OF_NUMBERS else torch.SymBool
+        args, kwargs = pytree.tree_map_only(kinds, self._counts.number_of, (args, kwargs))
         if func is torch.Tensor.to:
             args = (args[0], *(_device_of_name(a) for a in args[1:]))
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
@@ -224,6 +228,12 @@ def _refuse_foreign_parameter(value: Any) -> None:
         )
 
 
+_OF_NUMBERS = frozenset(
+    "as_tensor clamp clamp_max clamp_min clip eq fill floordiv ge gt le lerp lt "
+    "masked_fill mod ne new_tensor pow remainder rfloordiv rmod rpow rsub "
+    "tensor".split()
+)
+"""They take no sizes, and nothing that is computed with a size at once."""
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _flag: Any = torch.Tensor.requires_grad
 _GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
@@ -246,11 +256,13 @@ def traceable(
     fake_mode: FakeTensorMode,
     trained: Collection[str],
     gone: list[tuple[nn.Module, str]],
+    number_of: Callable[[Any], Any],
 ) -> Generator[list[Attribute]]:
     """What export needs to trace a step of a model; gives the attributes of parameters.
 
     Stand-ins require gradients for the parameters that are `trained`, by any names. Attributes of
-    modules that the step has given tensors are `gone` afterwards.
+    modules that the step has given tensors are `gone` afterwards. `number_of` gives numbers that
+    are read in the place of symbols.
     """
     with (
         attributes_kept(model, gone),
@@ -265,7 +277,7 @@ def traceable(
         flexible_attention_by_scores(),
         unchecked_distributions(),
         cumulative_batch_norms(),
-        extremes_captured(),
+        extremes_captured(number_of),
         nested_tensors_refused(),
         static_shapes(),
         modules_left(),

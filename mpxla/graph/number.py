@@ -87,6 +87,12 @@ class Number:
     def __pos__(self) -> "Number":
         return _made(_computed(self), operator.pos, self)
 
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
     def __abs__(self) -> "Number":
         return _made(_computed(self).abs(), abs, self)
 
@@ -166,13 +172,17 @@ NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) pr
 """What the user's texts say in the place of values."""
 
 
-def numbers_in_math() -> AbstractContextManager[None]:
-    """Lets functions of `math` compute with numbers that were read, as tensors of 64 bits."""
+def numbers_in_math(number_of: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Lets functions of `math` compute with numbers that were read, as tensors of 64 bits.
+
+    `number_of` gives such a number in the place of what is one as well.
+    """
 
     def of_numbers(name: str) -> Callable[..., Any]:
         own: Callable[..., Any] = getattr(math, name)
 
         def function(number: Any, *others: Any) -> Any:
+            number = number_of(number)
             if others or not issubclass(type(number), NumberRead):
                 return own(number, *others)
             found = getattr(torch, _OF_MATH[name])(_computed(number).double())

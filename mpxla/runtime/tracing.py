@@ -81,6 +81,8 @@ class Tracing:
         """
         if signature.answers is not None:
             self.state.stop_counting()  # it would be another number on every way
+        if signature.answers == () and may_ask:
+            self._find_masks_that_decide(signature, drawer and drawer.again())
         try:
             found = self._with_few_draws(signature, drawer)
         except UndecidedError as error:
@@ -92,7 +94,6 @@ class Tracing:
         else:
             self.state.take()
             return found
-        self._find_masks_that_decide(signature, drawer and drawer.again())
         return self.trace(replace(signature, answers=()), drawer and drawer.again())
 
     def _find_masks_that_decide(self, signature: Signature, drawer: Drawer | None) -> None:

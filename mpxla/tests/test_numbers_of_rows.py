@@ -1,0 +1,171 @@
+"""Steps that compute in Python with numbers of rows that masks choose: as plain PyTorch."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 3
+LABELS = [
+    [0, 1, 0, 2, 0, 0, 2, 0, 0, 0, 1, 1],
+    [0, 0, 0, 1, 2, 2, 0, 0, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, 0, 1, 1, 2, 1, 0, 1],
+]
+"""Of two microbatches of six each; the rows of those above zero are chosen."""
+
+
+def zero_without_rows(model, h, mask, y):
+    rows = h[mask]
+    if len(rows) == 0:
+        return h.sum() * 0
+    return rows.square().mean()
+
+
+def other_head_without_rows(model, h, mask, y):
+    places = mask.nonzero().squeeze(1)
+    num = places.numel()
+    loss = h.square().mean() if num > 0 else model.last(h).mean()
+    return loss / max(1, num)
+
+
+def truths(model, h, mask, y):
+    num, others = len(h[mask]), len(h[~mask])
+    loss = (num > 0) * h.square().sum() + h.mean() * (1 - (others > 4))
+    loss = loss + ((num > 1) + (num > 2)) * model.last(h).mean() / 3
+    return loss + sum(n > 2 for n in (num, others)) * (num > 1 and num < 5) * h.std()
+
+
+def functions_of_numbers(model, h, mask, y):
+    num, others = len(h[mask]), len(h[~mask])
+    loss = h.sum() / math.sqrt(num + 1) + h.mean() * math.log1p(num) * math.ceil(num / 4)
+    loss = loss + h.std() * (round(num / 3, 1) + abs(num - 3) + num % 4 + 0.9**num)
+    quotient, rest = divmod(others, 4)
+    return loss + h.var() * (quotient - rest) * (num // 2)
+
+
+def extremes(model, h, mask, y):
+    num, others = len(h[mask]), len(h[~mask])
+    loss = h.sum() / max(num / 2, 1.0) + h.mean() * max(num, others, 3) + h.std() * min(num, 4)
+    return loss + h.var() * max([num, others, 2])
+
+
+def tensors(model, h, mask, y):
+    num, others = len(h[mask]), len(h[~mask])
+    weights = torch.tensor([num, others], dtype=h.dtype) + h.new_tensor([others, 1.5])
+    loss = (h[:, :2] * weights).sum() * torch.tensor(num > 2)
+    loss = loss / torch.as_tensor(num).clamp(min=1)
+    return num - loss + h.std() * h.new_tensor(num) ** num + h.var().clamp(max=num)
+
+
+def asked_for(model, h, mask, y):
+    rows = h[mask]
+    loss = h.mean() * float(len(rows) > 1)
+    return loss + h.std() * {0: 1.5, 3: 2.5}.get(len(rows), 0.5) + rows.square().sum()
+
+
+def values_taken(model, h, mask, y):
+    count = len(h[mask])
+    return h.square().sum() / (count + 1) + h.std() * (int(count > 2) + float(count / 2))
+
+
+def turns(model, h, mask, y):
+    rows, loss = h[mask], h.mean()
+    for row in range(len(rows)):
+        loss = loss + h[row].sum() * (row + 1)
+    return loss
+
+
+COMPUTED = [truths, functions_of_numbers, extremes, tensors]
+ASKED = [asked_for, values_taken, turns]
+WAYS = [zero_without_rows, other_head_without_rows]
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 1)
+        self.function = function
+
+    def forward(self, x, y):
+        h = self.first(x).tanh()
+        mask = (0 * h.detach().sum(1) + y) > 0  # that of the labels, which depends on the model
+        return self.function(self, h, mask, y)
+
+
+def batch(number):
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(12, 4, generator=draw), torch.tensor(LABELS[number])
+
+
+def expected(function):
+    torch.set_default_dtype(torch.float64)
+    model = Net(function)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*(t.chunk(2) for t in batch(number)), strict=True):
+            loss = model(x, y)
+            (loss / 2).backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, dict(model.state_dict())
+
+
+def train(num_stages, functions):
+    torch.set_default_dtype(torch.float64)
+    smp.init({"microbatches": 2, "pipeline_parallel_degree": num_stages})
+
+    @smp.step
+    def step(model, x, y):
+        loss = model(x, y)
+        model.backward(loss)
+        return loss
+
+    found = []
+    for function in functions:
+        model = smp.DistributedModel(Net(function))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        losses = []
+        for number in range(NUM_STEPS):
+            optimizer.zero_grad()
+            losses += [float(loss) for loss in step(model, *batch(number)).outputs]
+            optimizer.step()
+        found.append((losses, {k: value.cpu() for k, value in model.state_dict().items()}))
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def check_trains(num_stages, functions):
+    ranks = run_ranks(train, num_stages, num_stages, functions, timeout_s=300.0)
+    try:
+        wanted = [*map(expected, functions)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for found in ranks:
+        for function, own, plain in zip(functions, found, wanted, strict=True):
+            torch.testing.assert_close(
+                own, plain, rtol=1e-9, atol=1e-10, msg=lambda m, f=function: f"{f.__name__}: {m}"
+            )
+
+
+def test_models_of_one_step_function_ask_for_their_own_masks():
+    check_trains(1, WAYS)
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_python_computes_with_numbers_of_rows(stages):
+    check_trains(stages, COMPUTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_python_asks_for_numbers_of_rows(stages):
+    check_trains(stages, ASKED)
