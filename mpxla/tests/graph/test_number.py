@@ -35,6 +35,7 @@ SAME = {
     "is a float": lambda h, a: h * (a if isinstance(a, float) else 0),
     "complex": lambda h, a: (h.to(torch.complex64) * a).abs(),
     "max and min": lambda h, a: h / max(a, 0.4) + min(0.5, a) * max([0.1, a, 2 * a]),
+    "tensor": lambda h, a: h * torch.tensor(a),
 }
 NEED_THE_VALUE = {
     "branch": lambda h, a: h * a if a > 0 else h,
@@ -44,7 +45,6 @@ NEED_THE_VALUE = {
     "int": lambda h, a: h[: int(a)],
     "max of an int": lambda h, a: h * max(a, 1),
     "text": lambda h, a: (h, f"{a:.2f}")[0],
-    "tensor": lambda h, a: h * torch.tensor(a),
     "smoothing": lambda h, a: F.cross_entropy(h, h.argmax(1), label_smoothing=a),
     "key": lambda h, a: h * {0.5: 2}.get(a, 1),
 }
