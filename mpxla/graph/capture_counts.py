@@ -165,7 +165,7 @@ class Counts:
             with_truth(torch.SymBool, lambda expr: expr),
             with_truth(torch.SymInt, is_not_zero),
             with_truth(torch.SymFloat, is_not_zero),
-            symbols_computed(self.number_of),
+            symbols_computed(self.number_of, self.is_of_masks),
             exchanged(builtins, len=length_of),
         ):
             yield
@@ -184,11 +184,16 @@ class Counts:
             return with_rows
         return with_rows is not self._ask(masks[0])
 
+    def is_of_masks(self, value: Any) -> bool:
+        """Whether a value is a number that masks decide, and nothing else."""
+        symbols = value.node.expr.free_symbols if isinstance(value, SYMBOLIC) else ()
+        return bool(symbols) and symbols <= self._masks.keys()
+
     def number_of(self, value: Any) -> Any:
         """What is read of the masks in the place of a symbol of theirs; all else as it is."""
-        expr = value.node.expr if isinstance(value, SYMBOLIC) else None
-        if expr is None or not expr.free_symbols or expr.free_symbols - self._masks.keys():
+        if not self.is_of_masks(value):
             return value
+        expr = value.node.expr
         symbols = [*expr.free_symbols]
         counts = [NumberRead(self._mask_of(symbol).count_nonzero()) for symbol in symbols]
         return _function(expr, symbols)(*counts)

@@ -29,17 +29,18 @@ _NumberOf = Callable[[Any], Any]
 
 
 @contextlib.contextmanager
-def symbols_computed(number_of: _NumberOf) -> Generator[None]:
+def symbols_computed(number_of: _NumberOf, is_of_masks: Callable[[Any], bool]) -> Generator[None]:
     """Lets the user's code compute with symbols as with numbers that were read.
 
     Args:
         number_of: gives the number in the place of a symbol of masks; all else as it is.
+        is_of_masks: whether a value is such a symbol.
     """
     with (
         _as_numbers(torch.SymInt, number_of, _CONVERTED, _OF_SIZES),
         _as_numbers(torch.SymFloat, number_of, _CONVERTED, _OF_SIZES),
         _as_numbers(torch.SymBool, number_of, _CONVERTED, _OF_TRUTHS),
-        _no_supposed_values(number_of),
+        _no_supposed_values(is_of_masks),
     ):
         yield
 
@@ -74,14 +75,14 @@ def _whole(symbol: Any, number: Any) -> Any:
     return int(number) if is_read and isinstance(symbol, torch.SymInt) else number
 
 
-def _no_supposed_values(number_of: _NumberOf) -> AbstractContextManager[None]:
+def _no_supposed_values(is_of_masks: Callable[[Any], bool]) -> AbstractContextManager[None]:
     """Keeps torch from going on with the value that it supposes of a symbol."""
 
     def refusing(name: str) -> Any:
         own = getattr(SymNode, name)
 
         def guard(node: Any, *args: Any) -> Any:
-            if not isinstance(number_of(torch.SymInt(node)), torch.SymInt):
+            if is_of_masks(torch.SymInt(node)):
                 raise NeedsValueError("the number of rows that a mask chooses")
             return own(node, *args)
 
