@@ -189,6 +189,12 @@ class Counts:
         symbols = value.node.expr.free_symbols if isinstance(value, SYMBOLIC) else ()
         return bool(symbols) and symbols <= self._masks.keys()
 
+    def most(self, value: Any) -> int | None:
+        """The greatest number of rows of one mask; None for all else, and if nobody knows."""
+        expr = value.node.expr if self.is_of_masks(value) else None
+        size = self._masks[expr][0].numel() if isinstance(expr, sympy.Symbol) else None
+        return size if type(size) is int else None
+
     def number_of(self, value: Any) -> Any:
         """What is read of the masks in the place of a symbol of theirs; all else as it is."""
         if not self.is_of_masks(value):

@@ -87,7 +87,7 @@ class StepSemantics(TorchFunctionMode):
         self.constants = Constants(tape, answers)
         self.writes = HiddenWrites(self.constants.call, flags)
         constants = self.constants
-        self.selected = Selected(self.writes.call, constants.as_number, constants.has_value)
+        self.selected = Selected(self.writes.call, constants.as_number, constants.has_value, counts)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         if answers is not None:

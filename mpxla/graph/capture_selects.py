@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_counts import Counts
 from mpxla.graph.number import is_number
 from mpxla.graph.user_code import ValueNeededError, at_user_line
 
@@ -50,6 +51,7 @@ class Selected:
         call: calls a function of torch with arguments and keyword arguments.
         as_number: gives the number of a part of an index, where it is known; else the part.
         is_known: whether the value of a tensor is.
+        counts: of rows that masks choose.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Selected:
         call: Callable[..., Any],
         as_number: Callable[[Any], Any],
         is_known: Callable[[torch.Tensor], bool],
+        counts: Counts,
     ):
         self._call, self._as_number, self._is_known = call, as_number, is_known
+        self._counts = counts
         self._copies: list[_Copy] = []
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
@@ -84,26 +88,34 @@ class Selected:
     def _with_places(self, tensor: torch.Tensor, index: Any) -> Any:
         """An index with places, or a mask, in the place of one slice between unknown numbers."""
         parts = index if isinstance(index, tuple) else (index,)
-        found = {i: ends for i, part in enumerate(parts) if (ends := self._unknown_ends(part))}
-        if len(found) != 1 or any(isinstance(part, (torch.Tensor, list)) for part in parts):
+        if any(isinstance(part, (torch.Tensor, list)) for part in parts):
             return index
-        ((place, (start, stop)),) = found.items()
-        if start is None and isinstance(stop, torch.SymInt):  # as many as a mask has chosen
-            part = self._call(torch.arange, (stop,), {})
-        else:
-            width = tensor.dim() - sum(map(_num_dims, parts))
-            dims = (width if part is ... else _num_dims(part) for part in parts[:place])
-            part = self._between(tensor.shape[sum(dims)], start, stop)
-        return (*parts[:place], part, *parts[place + 1 :])
+        width, dim = tensor.dim() - sum(map(_num_dims, parts)), 0
+        chosen = list(parts)
+        for place, part in enumerate(parts):
+            if isinstance(part, slice) and part.step in (None, 1):
+                chosen[place] = self._without_unknown_ends(part, tensor.shape[dim])
+            dim += width if part is ... else _num_dims(part)
+        changed = [place for place, part in enumerate(parts) if chosen[place] is not part]
+        # Two indices that are tensors would be read as places, one by one.
+        is_one = sum(isinstance(chosen[place], torch.Tensor) for place in changed) <= 1
+        return tuple(chosen) if changed and is_one else index
 
-    def _unknown_ends(self, part: Any) -> tuple[Any, Any] | None:
-        """Start and stop of a slice, one of which has no value that Python could read."""
-        if not isinstance(part, slice) or part.step not in (None, 1):
-            return None
-        ends = self._as_number(part.start), self._as_number(part.stop)
-        if any(is_number(end) or self._has_no_value(end) for end in ends):
-            return ends
-        return ends if isinstance(ends[1], torch.SymInt) and not ends[0] else None
+    def _without_unknown_ends(self, part: slice, size: Any) -> Any:
+        """What stands for a slice of a dim, an end of which, or the size, Python cannot read."""
+        counts = self._counts
+        start, stop = self._as_number(part.start), self._as_number(part.stop)
+        ends = [end for end in (start, stop) if end is not None]
+        are_unknown = any(map(is_number, ends)) or any(map(self._has_no_value, ends))
+        if not are_unknown and not any(map(counts.is_of_masks, (*ends, size))):
+            return part
+        is_first = start is None or (type(start) is int and start == 0)
+        if is_first and (stop is None or _is_expr(stop, size)):
+            return slice(None) if counts.is_of_masks(size) else part
+        most = counts.most(stop)
+        if is_first and most is not None and type(size) is int and most <= size:
+            return self._call(torch.arange, (stop,), {})  # as many as a mask has chosen
+        return self._between(size, counts.number_of(start), counts.number_of(stop))
 
     def _has_no_value(self, end: Any) -> bool:
         return _is_place(end) and not self._is_known(end)
@@ -177,6 +189,12 @@ class Selected:
                     f"a captured step a copy: write x[i] = value or x[i] += value, and read x[i] "
                     f"after the last write."
                 )
+
+
+def _is_expr(one: Any, other: Any) -> bool:
+    """Whether two numbers of rows are computed alike."""
+    kinds = torch.SymInt, torch.SymInt
+    return (type(one), type(other)) == kinds and one.node.expr == other.node.expr
 
 
 def _is_same(one: Any, other: Any) -> bool:
