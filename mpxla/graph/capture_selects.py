@@ -7,6 +7,7 @@ which PyTorch's view would pass on, is an error.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ class _Copy:
         is_place = tensor is self.tensor and not self.is_slice
         return is_place and all(map(_is_same, parts, self.parts))
 
+    def is_by(self, tensor: torch.Tensor, index: Any) -> bool:
+        """Whether it was read by these very slices, as `x[:n] += y` does."""
+        pairs = zip(_parts(index), self.parts, strict=False)
+        is_place = tensor is self.tensor and self.is_slice
+        return is_place and all(one is other for one, other in pairs)
+
 
 class Selected:
     """Answers `__getitem__` and `__setitem__` with such indices while a step is captured.
@@ -64,13 +71,14 @@ class Selected:
         self._call, self._as_number, self._is_known = call, as_number, is_known
         self._counts = counts
         self._copies: list[_Copy] = []
+        self._masks: dict[Any, torch.Tensor] = {}
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
         chosen = self._with_places(tensor, index)
         if chosen is not index:
             found = self._call(torch.Tensor.__getitem__, (tensor, chosen), {})
-            return self._noted(found, tensor, (), is_slice=True)
+            return self._noted(found, tensor, _parts(index), is_slice=True)
         parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
@@ -87,7 +95,7 @@ class Selected:
 
     def _with_places(self, tensor: torch.Tensor, index: Any) -> Any:
         """An index with places, or a mask, in the place of one slice between unknown numbers."""
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = _parts(index)
         if any(isinstance(part, (torch.Tensor, list)) for part in parts):
             return index
         width, dim = tensor.dim() - sum(map(_num_dims, parts)), 0
@@ -110,12 +118,18 @@ class Selected:
         if not are_unknown and not any(map(counts.is_of_masks, (*ends, size))):
             return part
         is_first = start is None or (type(start) is int and start == 0)
-        if is_first and (stop is None or _is_expr(stop, size)):
+        if is_first and (stop is None or (counts.is_of_masks(size) and _expr(stop) == _expr(size))):
             return slice(None) if counts.is_of_masks(size) else part
         most = counts.most(stop)
         if is_first and most is not None and type(size) is int and most <= size:
             return self._call(torch.arange, (stop,), {})  # as many as a mask has chosen
-        return self._between(size, counts.number_of(start), counts.number_of(stop))
+        key = tuple(map(_expr, (size, start, stop)))
+        if None in key:
+            return self._between(size, counts.number_of(start), counts.number_of(stop))
+        if key not in self._masks:  # one, so that rows of several tensors meet
+            found = self._between(size, counts.number_of(start), counts.number_of(stop))
+            self._masks[key] = found
+        return self._masks[key]
 
     def _has_no_value(self, end: Any) -> bool:
         return _is_place(end) and not self._is_known(end)
@@ -137,6 +151,10 @@ class Selected:
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         """Writes to an index. `x[i] += y` reads, changes the copy, and writes it."""
+        chosen = self._with_places(tensor, index)
+        if chosen is not index:
+            self._copies = [copy for copy in self._copies if not copy.is_by(tensor, index)]
+            return self._call(torch.Tensor.__setitem__, (tensor, chosen, value), {})
         parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places or any(isinstance(part, (torch.Tensor, Sequence)) for part in rest):
             return self._call(torch.Tensor.__setitem__, (tensor, index, value), {})
@@ -160,7 +178,7 @@ class Selected:
         self, index: Any, num_dims: int
     ) -> tuple[tuple[Any, ...], _Places, tuple[Any, ...]]:
         """The parts of an index; of them those without dims, and the others."""
-        parts = tuple(map(self._as_number, index if isinstance(index, tuple) else (index,)))
+        parts = tuple(map(self._as_number, _parts(index)))
         places: _Places = {}
         rest: list[Any] = []
         dim, width = 0, num_dims - sum(map(_num_dims, parts))
@@ -191,10 +209,15 @@ class Selected:
                 )
 
 
-def _is_expr(one: Any, other: Any) -> bool:
-    """Whether two numbers of rows are computed alike."""
-    kinds = torch.SymInt, torch.SymInt
-    return (type(one), type(other)) == kinds and one.node.expr == other.node.expr
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _expr(number: Any) -> Any:
+    """Equal for numbers of rows that are computed alike; None for what has to be computed."""
+    if isinstance(number, torch.SymInt):
+        return number.node.expr
+    return str(number) if type(number) in (int, NoneType) else None
 
 
 def _is_same(one: Any, other: Any) -> bool:

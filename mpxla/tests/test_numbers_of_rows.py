@@ -63,6 +63,26 @@ def tensors(model, h, mask, y):
     return num - loss + h.std() * h.new_tensor(num) ** num + h.var().clamp(max=num)
 
 
+def slices_read(model, h, mask, y):
+    rows, others = h[mask], h[~mask]
+    num, few = len(rows), min(len(rows), 2)
+    loss = h.mean() + others[:num].square().sum() + h[num:].sin().sum() + h[1 : num - 1].sum()
+    loss = loss + (rows[:2] * y[mask][:2, None]).sum() + h[mask.nonzero()[:few, 0]].exp().sum()
+    hard = others.sum(1).sort(descending=True).values[: 2 * max(num, 1)]
+    return loss + hard.sum() + rows[: num // 2].sum() + rows[-1:].sum() + (h[:num] * rows).sum()
+
+
+def slices_written(model, h, mask, y):
+    rows, padded = h[mask], torch.zeros(2, 6, 5)
+    num = len(rows)
+    padded[0, :num] = rows
+    padded[1, :num, :2] += 2 * h[:num, :2]
+    padded[1, num:] = 3.0
+    rows = 2 * rows
+    rows[:1] = 0.0
+    return (padded * h).sum() + rows.square().sum()
+
+
 def asked_for(model, h, mask, y):
     rows = h[mask]
     loss = h.mean() * float(len(rows) > 1)
@@ -81,7 +101,7 @@ def turns(model, h, mask, y):
     return loss
 
 
-COMPUTED = [truths, functions_of_numbers, extremes, tensors]
+COMPUTED = [truths, functions_of_numbers, extremes, tensors, slices_read, slices_written]
 ASKED = [asked_for, values_taken, turns]
 WAYS = [zero_without_rows, other_head_without_rows]
 
