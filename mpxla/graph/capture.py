@@ -206,8 +206,10 @@ class _StepModule(nn.Module):
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
         stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         recorder = BackwardRecorder(
-            constants.is_known, constants.is_constant, contents.note_backward, is_trial, stand_ins
+            *(constants.is_known, constants.is_constant, contents.note_backward, is_trial),
+            *(stand_ins, trained),
         )
         if known is not None:
             semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)

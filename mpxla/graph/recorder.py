@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from mpxla.errors import CaptureError
 from mpxla.graph.number import is_number
@@ -30,6 +31,7 @@ class BackwardRecorder:
         note_backward: called with the tensors when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
         stand_ins: parameters by the ids of the tensors that stand for them.
+        trained: those of these tensors that require gradients.
     """
 
     is_known: Callable[[torch.Tensor], bool]
@@ -37,6 +39,7 @@ class BackwardRecorder:
     note_backward: Callable[[Sequence[torch.Tensor]], None]
     is_trial: bool = False
     stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    trained: Sequence[torch.Tensor] = ()
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
     recording: Recording = field(default_factory=Recording)
@@ -70,7 +73,33 @@ class BackwardRecorder:
                 f"{at_user_line()}; give one gradient (or None) for each tensor."
             )
         for tensor, grad in zip(tensors, grads, strict=True):
+            if self.trained and _is_of_nothing_trained(tensor):
+                # A gradient of zeros, where torch has none: the graph has to lead somewhere.
+                never = torch.zeros((), dtype=torch.bool)
+                zero = torch.where(never, self.trained[0].sum(), 0.0).to(tensor.dtype)
+                tensor = tensor.detach() + zero
             self.objectives.append(_objective(tensor, grad, self.is_trial))
+
+
+def _is_of_nothing_trained(loss: torch.Tensor) -> bool:
+    """Whether a loss is computed from scalars alone that the step has made to require gradients:
+    `torch.tensor(0.0, requires_grad=True)`, where there is nothing to train on.
+    """
+    if loss.is_leaf:
+        return loss.requires_grad and _is_made(loss)
+    rest: list[Any] = [loss.grad_fn]
+    seen = {*rest}
+    for node in rest:  # grows
+        leaf, sources = getattr(node, "variable", None), [n for n, _ in node.next_functions if n]
+        if not sources and (leaf is None or not _is_made(leaf)):
+            return False
+        rest += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return True
+
+
+def _is_made(leaf: torch.Tensor) -> bool:
+    return leaf.dim() == 0 and not isinstance(leaf, nn.Parameter)
 
 
 def _objective(tensor: torch.Tensor, grad: torch.Tensor | None, is_trial: bool) -> torch.Tensor:
