@@ -95,6 +95,10 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
     return lambda own, other: function(other, own)
 
 
+def _in_math(name: str) -> Callable[[Any], Any]:
+    return lambda number: getattr(math, name)(number)  # of the module as it is during a capture
+
+
 def _both(*functions: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Methods of operators of two numbers, of which either may be the symbol."""
     names = {f: f.__name__.strip("_") for f in functions}
@@ -114,7 +118,8 @@ _OF_SIZES = {
     "__rpow__": _reflected(operator.pow),
     "__abs__": abs,
     "__round__": round,
-    **{f"__{name}__": getattr(math, name) for name in ("ceil", "floor", "trunc")},
+    **{f"__{name}__": _in_math(name) for name in ("ceil", "floor", "trunc")},
+    **{name: _in_math(name) for name in ("exp", "log", "log10", "log2", "sqrt")},  # for numpy
 }
 _OF_TRUTHS = {
     **_both(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv),

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ def functions_of_numbers(model, h, mask, y):
     num, others = len(h[mask]), len(h[~mask])
     loss = h.sum() / math.sqrt(num + 1) + h.mean() * math.log1p(num) * math.ceil(num / 4)
     loss = loss + h.std() * (round(num / 3, 1) + abs(num - 3) + num % 4 + 0.9**num)
+    loss = loss * (np.ceil(num / 2) + np.sqrt(num + 1))
     quotient, rest = divmod(others, 4)
     return loss + h.var() * (quotient - rest) * (num // 2)
 
