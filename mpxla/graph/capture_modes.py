@@ -147,9 +147,10 @@ class StepSemantics(TorchFunctionMode):
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (args, kwargs))
         args, kwargs = pytree.tree_map(self._to_host, (args, kwargs))
-        name = getattr(func, "__name__", "").strip("_")
-        kinds = SYMBOLIC if name in _OF_NUMBERS else torch.SymBool
-        args, kwargs = pytree.tree_map_only(kinds, self._counts.number_of, (args, kwargs))
+        if self._counts.has_unknown:
+            name = getattr(func, "__name__", "").strip("_")
+            kinds = SYMBOLIC if name in _OF_NUMBERS else torch.SymBool
+            args, kwargs = pytree.tree_map_only(kinds, self._counts.number_of, (args, kwargs))
         if func is torch.Tensor.to:
             args = (args[0], *(_device_of_name(a) for a in args[1:]))
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
