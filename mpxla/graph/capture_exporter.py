@@ -6,7 +6,10 @@ import logging
 import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager
+from typing import Any
 
+from torch import fx
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.export import _trace as torch_exporter
 from torch.fx import graph
 from torch.nn.modules import module as nn_module
@@ -27,6 +30,8 @@ def exporter_prepared() -> Generator[None]:
         _attributes_left(),
         _registration_hooks_kept(),
         _attributes_named_by_keywords(),
+        _inlined_without_text(replace_autocast_with_hop_pass),
+        _inlined_without_text(replace_set_grad_with_hop_pass),
     ):
         yield
 
@@ -68,6 +73,21 @@ def _registration_hooks_kept() -> AbstractContextManager[None]:
     It holds the step's function, and so the model and the session.
     """
     return restored(nn_module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
+
+
+def _inlined_without_text(regions: Any) -> AbstractContextManager[None]:
+    """Lets pieces between regions be put back one by one without Python text each time.
+
+    Torch writes the text of the whole program after each piece, which takes a minute where
+    `torch.func` has made some hundred regions without gradients; and once more after all.
+    """
+    inline = regions.node_inline_
+
+    def inline_only(node: fx.Node) -> Any:
+        with exchanged(fx.GraphModule, recompile=lambda module: None):
+            return inline(node)
+
+    return exchanged(regions, node_inline_=inline_only)
 
 
 def _attributes_named_by_keywords() -> AbstractContextManager[None]:

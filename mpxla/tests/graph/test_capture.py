@@ -561,3 +561,28 @@ def test_tensors_kept_outside_of_the_model_are_named():
     capture(model, step)
     with pytest.raises(CaptureError, match=r"appends tensors to a list, .* collect them outside"):
         capture(model, step)
+
+
+def test_the_text_of_a_program_is_not_written_for_every_region(monkeypatch):
+    """Torch does that in a time that grows with the square of the regions."""
+    sizes, recompile = [], torch.fx.GraphModule.recompile
+
+    def recompile_noted(module):
+        sizes.append(len(module.graph.nodes))
+        return recompile(module)
+
+    monkeypatch.setattr(torch.fx.GraphModule, "recompile", recompile_noted)
+    model = nn.Linear(6, 6)
+
+    def function(leaves):
+        (x,) = leaves
+        for _ in range(20):
+            with torch.no_grad():
+                shift = x.mean()
+            x = model(x) - shift
+        return x
+
+    step = capture(model, function)
+    assert sum(size > 50 for size in sizes) < 15
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(run(step, model, [x])[0], function([x]).detach())
