@@ -1,5 +1,6 @@
 """Capture: roles of inputs and outputs, what modes mean, and what is refused."""
 
+import contextlib
 import logging
 import sys
 from functools import partial
@@ -586,3 +587,30 @@ def test_the_text_of_a_program_is_not_written_for_every_region(monkeypatch):
     assert sum(size > 50 for size in sizes) < 15
     x = torch.randn(4, 6)
     torch.testing.assert_close(run(step, model, [x])[0], function([x]).detach())
+
+
+# Torch hides that one of its own only where warnings are shown.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("region", ["autocast", "no_grad", "none"])
+def test_writes_to_parts_of_views_inside_operators(region):
+    """Autograd makes these views again, of tensors that the program has not."""
+    regions = {
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "no_grad": torch.no_grad,
+        "none": contextlib.nullcontext,
+    }
+    torch.manual_seed(0)
+    model, weights, x = nn.Linear(8, 8), torch.randn(4, 8, 8), torch.randn(3, 4, 8)
+
+    def function(leaves):
+        with regions[region]():
+            y = model(leaves[0])
+            y[:, ::2] *= 0.5
+        z = torch.vmap(torch.matmul, in_dims=(1, 0), out_dims=1)(y.float(), weights)
+        z = z + model(leaves[0])
+        z[..., 0].add_(1.0)
+        return z
+
+    step = capture(model, function, TensorLeaf((3, 4, 8), torch.float32))
+    torch.testing.assert_close(run(step, model, [x])[0], function([x]).detach())
+    assert len(step.constants) == 1

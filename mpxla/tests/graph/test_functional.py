@@ -1,17 +1,13 @@
 """The functional program is the one that torch makes by itself, in less time."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.export.exported_program as exported_program
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.functional import functionalize
-from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
 
 pytestmark = [
     pytest.mark.unit,
@@ -306,27 +302,3 @@ def test_what_two_modules_hold_is_written_once():
     ]
     for name in names:
         torch.testing.assert_close(found.get_buffer(name), plain.get_buffer(name))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by export
-@pytest.mark.parametrize("region", [None, "autocast", "no_grad"])
-def test_views_that_autograd_makes_again_are_no_part_of_a_program(region):
-    """Of tensors inside operators, which the program has not."""
-
-    class Model(nn.Linear):
-        def forward(self, x):
-            regions = {"autocast": torch.autocast("cpu", torch.bfloat16), "no_grad": torch.no_grad}
-            with regions[region]() if region == "no_grad" else regions.get(region, nullcontext()):
-                y = super().forward(x)
-                y[:, ::2] *= 0.5
-            y[..., 0].add_(1.0)
-            return y + torch.vmap(torch.matmul, in_dims=(1, 0), out_dims=1)(y.float(), weights)
-
-    weights, x = torch.randn(4, 8, 8), torch.randn(3, 4, 8)
-    model = Model(8, 8)
-    program = torch.export.export(model, (x,), strict=False)
-    drop_replayed_views(program)
-    keep_gradient_barriers(program.graph_module)
-    torch.testing.assert_close(functionalize(program).module()(x), model(x))
-    fakes = [v for v in program.constants.values() if isinstance(v, FakeTensor)]
-    assert not fakes
