@@ -93,7 +93,7 @@ def asked_for(model, h, mask, y):
 
 def values_taken(model, h, mask, y):
     count = len(h[mask])
-    return h.square().sum() / (count + 1) + h.std() * (int(count > 2) + float(count / 2))
+    return h.square().sum() / (count + 1) + h.std() * (int(count > 2) + float(count) / 2)
 
 
 def turns(model, h, mask, y):
