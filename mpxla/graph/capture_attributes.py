@@ -531,17 +531,18 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             written = value
             tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
             owner = object.__getattribute__(self, "__dict__")
-            old = pytree.tree_leaves(owner.get(name))
-            is_alias = _are_parameters(tensors, old)
+            form = None
             if tensors:  # which must not be held beyond the step
+                old = pytree.tree_leaves(owner.get(name))
+                is_alias = _are_parameters(tensors, old)
                 if isinstance(self, nn.Module):
                     is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
                 else:  # which carries nothing
                     is_same = all(map(recorder.is_known, tensors))
                 is_same = is_same or is_alias or is_cache(owner, name)
                 written = _CONSTANT if is_same else _COMPUTED
-            is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
-            form = form_of(value) if tensors and is_attribute and not is_alias else None
+                is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
+                form = form_of(value) if is_attribute and not is_alias else None
             log.note_write(owner, name, written, form)
         set_attribute(self, name, value)
 

@@ -50,16 +50,13 @@ def drop_replayed_views(program: ExportedProgram) -> None:
     its derivative only. Its base was never traced, so export takes it for a constant.
     """
     specs, constants = program.graph_signature.input_specs, program.constants
-    lost = {str(s.arg.name): s for s in specs if _is_lost(constants.get(s.target or ""))}
-    for base in program.graph.find_nodes(op="placeholder"):
+    lost = {s.arg.name: s for s in specs if isinstance(constants.get(s.target or ""), FakeTensor)}
+    for base in program.graph.find_nodes(op="placeholder") if lost else ():
         if base.name in lost and _drop_unused(base):
             specs.remove(lost[base.name])
             del constants[str(lost[base.name].target)]
-    program.graph_module.recompile()
-
-
-def _is_lost(value: object) -> bool:
-    return isinstance(value, FakeTensor)
+    if lost:
+        program.graph_module.recompile()
 
 
 def _drop_unused(base: fx.Node) -> bool:
@@ -69,9 +66,8 @@ def _drop_unused(base: fx.Node) -> bool:
         if body is None:
             _drop_unused(node)
         elif node.args.count(base) == 1:
-            place = node.args.index(base)
-            first = len(node.args) - len(body.graph.find_nodes(op="placeholder"))
-            if _drop_unused(body.graph.find_nodes(op="placeholder")[place - first]):
+            place, inputs = node.args.index(base), body.graph.find_nodes(op="placeholder")
+            if _drop_unused(inputs[place - len(node.args)]):  # its inputs come last
                 node.args = (*node.args[:place], *node.args[place + 1 :])
                 body.recompile()
     is_unused = not base.users and (base.op == "placeholder" or not base.is_impure())

@@ -113,6 +113,52 @@ def trained(keys, raw, batches, look):
     return torch.tensor(losses), state, seen
 
 
+def train_each(num_stages, models, batches, rate):
+    """Trains models one after the other, which give their own loss, by one step function.
+
+    Returns:
+        For each the losses of all microbatches, and the state.
+    """
+    import mpxla as smp
+
+    smp.init({"microbatches": 2, "pipeline_parallel_degree": num_stages})
+
+    @smp.step
+    def step(model, x, y):
+        loss = model(x, y)
+        model.backward(loss)
+        return loss
+
+    found = []
+    for raw in models:
+        model = smp.DistributedModel(raw)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=rate))
+        losses = []
+        for one in batches:
+            optimizer.zero_grad()
+            losses += [float(loss) for loss in step(model, *one).outputs]
+            optimizer.step()
+        found.append((losses, host(model.state_dict().items())))
+    return found
+
+
+def train_each_plainly(models, batches, rate):
+    """The same with plain PyTorch."""
+    found = []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        losses = []
+        for one in batches:
+            optimizer.zero_grad()
+            for x, y in zip(*(t.chunk(2) for t in one), strict=True):
+                loss = model(x, y)
+                (loss / 2).backward()
+                losses.append(float(loss.detach()))
+            optimizer.step()
+        found.append((losses, dict(model.state_dict())))
+    return found
+
+
 def plain_gradients(*seeds):
     """Mean over batches of the plain model's gradients."""
     model = raw_model()

@@ -10,6 +10,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.errors import StepError
 from mpxla.graph import capture as capturing
+from mpxla.tests.clients import train_each, train_each_plainly
 from mpxla.tests.graph.test_chosen import (
     Model,
     asked,
@@ -64,40 +65,13 @@ def batch(number):
     return torch.randn(6, 5, 8, generator=draw), torch.randint(0, 10, (6, 5), generator=draw)
 
 
-def expected(function):
-    module = Trained(function)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.002)
-    losses = []
-    for number in range(3):
-        optimizer.zero_grad()
-        values = [module(*pair) for pair in zip(*(t.chunk(2) for t in batch(number)), strict=True)]
-        loss = sum(values) / 2
-        loss.backward()
-        losses.append(float(loss.detach()))
-        optimizer.step()
-    return losses, module.state_dict()
+def given(functions):
+    """Models, made when they are asked for, and what else decides their training."""
+    return (Trained(f) for f in functions), [*map(batch, range(3))], 0.002
 
 
 def train(num_stages, functions):
-    smp.init({"microbatches": 2, "pipeline_parallel_degree": num_stages})
-
-    @smp.step
-    def step(model, x, y):
-        loss = model(x, y)
-        model.backward(loss)
-        return loss
-
-    found = []
-    for function in functions:
-        model = smp.DistributedModel(Trained(function))
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.002))
-        losses = []
-        for number in range(3):
-            optimizer.zero_grad()
-            losses.append(float(step(model, *batch(number)).reduce_mean()))
-            optimizer.step()
-        found.append((losses, {k: value.cpu() for k, value in model.state_dict().items()}))
-    return found
+    return train_each(num_stages, *given(functions))
 
 
 @pytest.mark.parametrize(
@@ -109,10 +83,10 @@ def train(num_stages, functions):
     ],
 )
 def test_trains_as_plain_torch(num_stages, functions):
+    plain = train_each_plainly(*given(functions))
     for found in run_ranks(train, num_stages, num_stages, functions, timeout_s=300.0):
-        for function, (losses, state) in zip(functions, found, strict=True):
-            wanted, parameters = expected(function)
-            name = function.__name__
+        for function, own, others in zip(functions, found, plain, strict=True):
+            (losses, state), (wanted, parameters), name = own, others, function.__name__
             torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5, msg=name)
             torch.testing.assert_close(state, parameters, rtol=1e-4, atol=1e-5, msg=name)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import mpxla as smp
+from mpxla.tests.clients import train_each, train_each_plainly
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -138,52 +138,30 @@ def batch(number):
     return torch.randn(12, 4, generator=draw), torch.tensor(LABELS[number])
 
 
-def expected(function):
-    torch.set_default_dtype(torch.float64)
-    model = Net(function)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses = []
-    for number in range(NUM_STEPS):
-        optimizer.zero_grad()
-        for x, y in zip(*(t.chunk(2) for t in batch(number)), strict=True):
-            loss = model(x, y)
-            (loss / 2).backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-    return losses, dict(model.state_dict())
+def given(functions):
+    """Models, made when they are asked for, and what else decides their training."""
+    return (Net(f) for f in functions), [*map(batch, range(NUM_STEPS))], 0.01
 
 
 def train(num_stages, functions):
     torch.set_default_dtype(torch.float64)
-    smp.init({"microbatches": 2, "pipeline_parallel_degree": num_stages})
+    try:
+        return train_each(num_stages, *given(functions))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
-    @smp.step
-    def step(model, x, y):
-        loss = model(x, y)
-        model.backward(loss)
-        return loss
 
-    found = []
-    for function in functions:
-        model = smp.DistributedModel(Net(function))
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-        losses = []
-        for number in range(NUM_STEPS):
-            optimizer.zero_grad()
-            losses += [float(loss) for loss in step(model, *batch(number)).outputs]
-            optimizer.step()
-        found.append((losses, {k: value.cpu() for k, value in model.state_dict().items()}))
-    torch.set_default_dtype(torch.float32)
-    return found
+def expected(functions):
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train_each_plainly(*given(functions))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def check_trains(num_stages, functions):
-    ranks = run_ranks(train, num_stages, num_stages, functions, timeout_s=300.0)
-    try:
-        wanted = [*map(expected, functions)]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for found in ranks:
+    wanted = expected(functions)
+    for found in run_ranks(train, num_stages, num_stages, functions, timeout_s=300.0):
         for function, own, plain in zip(functions, found, wanted, strict=True):
             torch.testing.assert_close(
                 own, plain, rtol=1e-9, atol=1e-10, msg=lambda m, f=function: f"{f.__name__}: {m}"
