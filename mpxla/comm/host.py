@@ -244,7 +244,9 @@ class HostTransport:
     def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
         """Nothing has to be readied; see `Transport.prepare`."""
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+    def all_reduce(
+        self, tensor: torch.Tensor, ranks: Group, is_spent: bool = False
+    ) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
         check_summable(tensor)
 
@@ -253,7 +255,8 @@ class HostTransport:
                 dist.all_reduce(total.view(-1), group=group)
             return total
 
-        return self._collective("all_reduce", tensor, ranks, lambda: self._own_copy(tensor), run)
+        take = self._to_host if is_spent else self._own_copy
+        return self._collective("all_reduce", tensor, ranks, lambda: take(tensor), run)
 
     def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""

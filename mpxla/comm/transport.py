@@ -111,11 +111,18 @@ class Transport(Protocol):
         """
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+    def all_reduce(
+        self, tensor: torch.Tensor, ranks: Group, is_spent: bool = False
+    ) -> Handle[torch.Tensor]:
         """Sums over the ranks. Every rank of `ranks` calls it, with equal shapes and dtypes.
 
+        Args:
+            tensor: This rank's term.
+            ranks: The group.
+            is_spent: Nobody needs the term any more: the sum may take its memory.
+
         Returns:
-            Handle of a new tensor, the same bits on every rank.
+            Handle of the sum, the same bits on every rank.
         """
         ...
 

@@ -157,7 +157,9 @@ class XlaTransport:
         self._meshes.add(groups)
         self._made |= {tuple(group) for group in groups if self.rank in group}
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+    def all_reduce(
+        self, tensor: torch.Tensor, ranks: Group, is_spent: bool = False
+    ) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
         check_summable(self._spec_of(tensor))
         shape = tuple(tensor.shape)

@@ -403,7 +403,8 @@ class BucketedReduction:
             transport = self._replica.transport
             self._under_way[index] = transport.reduce_scatter(flat, self._replica.group)
         elif len(group) > 1:
-            self._under_way[index] = self._replica.transport.all_reduce(flat, group)
+            transport = self._replica.transport
+            self._under_way[index] = transport.all_reduce(flat, group, is_spent=True)
         else:
             self._under_way[index] = _done(self._replica, flat)
 
