@@ -24,6 +24,7 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture import Known, capture_step, with_values_if_needed
+from mpxla.graph.capture_floats import Floats
 from mpxla.graph.recorder import current_recorder
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims
@@ -121,11 +122,13 @@ def capture_factory(
         args, kwargs = fill(signature, leaves, objects)
         return step(*args, **kwargs)
 
-    names, thawed = ModelState(model).canonical_names, set[str]()
+    names, thawed, floats = ModelState(model).canonical_names, set[str](), Floats()
 
     def attempt(known: Known | None) -> StepGraph:
         leaves = signature.tensor_leaves
-        return until_captured(lambda: capture_step(run, model, leaves, names, known, thawed=thawed))
+        return until_captured(
+            lambda: capture_step(run, model, leaves, names, known, thawed=thawed, floats=floats)
+        )
 
     return with_values_if_needed(attempt, lambda: tensors[0])
 

@@ -24,6 +24,7 @@ from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_counts import Counts, RaisesError, without_exception
 from mpxla.graph.capture_flags import Flags, ThawedError
+from mpxla.graph.capture_floats import Floats
 from mpxla.graph.capture_hooks import (
     optimizers_refused,
     own_backwards_captured,
@@ -168,6 +169,7 @@ class _Asked:
     left: Mapping[str, Any]
     thawed: set[str]
     replicas: Sequence[int]
+    floats: Floats
 
 
 class _StepModule(nn.Module):
@@ -202,7 +204,8 @@ class _StepModule(nn.Module):
         real = {id(parameter): name for name, parameter in self._real().items()}
         flags = Flags(self.model, self._asked.thawed, real)
         self.returned.thawed = flags.thawed
-        semantics = StepSemantics(self._counts, flags, tape, answers, self._asked.replicas)
+        asked = self._asked
+        semantics = StepSemantics(self._counts, flags, tape, answers, asked.replicas, asked.floats)
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
         stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
@@ -324,6 +327,7 @@ def capture_step(
     thawed: set[str] | None = None,
     decided: set[str] | None = None,
     replicas: Sequence[int] = (),
+    floats: Floats | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -349,9 +353,11 @@ def capture_step(
         decided: the user's lines that ask whether a mask is true anywhere, where the answer is
             asked for; gets others, if masks choose no rows. None if it may not ask.
         replicas: ranks that hold the same tensors, this one among them, for collectives.
+        floats: which modules call `float` of what has no value; gets others.
 
     Raises:
-        AgainError: it trains more of those, or gives parameters attributes that they are to have.
+        AgainError: it trains more of those, gives parameters attributes that they are to have, or
+            calls `float` in other modules.
         ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
@@ -359,8 +365,10 @@ def capture_step(
     """
     kept, left = kept or Kept(), {} if left is None else left  # the function fills it
     thawed = set() if thawed is None else thawed
+    floats = Floats() if floats is None else floats
     asked = _Asked(
-        function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas
+        *(function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas),
+        floats,
     )
     step, raises_at, decided_at = without_exception(
         lambda counts: _captured(asked, counts), decided or ()
@@ -444,7 +452,9 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
     wrapper.hooks = {name: found for name, p in named if (found := hooks_of(p))}
     gone: list[tuple[nn.Module, str]] = []
     with (
-        traceable(model, fake_mode, trained, gone, counts.number_of) as wrapper.attributes,
+        traceable(
+            *(model, fake_mode, trained, gone, counts.number_of, asked.floats)
+        ) as wrapper.attributes,
         counts.supposed(),
     ):
         with fake_mode:

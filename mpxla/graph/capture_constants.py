@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.answers import Answers
+from mpxla.graph.capture_floats import Floats
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import OfModelError, Tape, Written
 from mpxla.graph.exchanged import exchanged
@@ -52,6 +53,8 @@ _OPERANDS = ("exponent", "input", "max", "min", "other", "weight")
 """Names of arguments of arithmetic that are tensors as well as numbers."""
 _MOST_NUMBERS = 2
 """So many integers that were read may be arguments of one call; sizes of all experts are not."""
+_MOST_IN_ARRAYS = 64
+"""So many floats may be an array of NumPy, which computes with each by itself."""
 _INTEGERS = {"__index__", "__int__"}
 _NO_DECISIONS = _READS - _TRUTHS
 _OF_FINITE = {"isfinite": True, **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), False)}
@@ -84,8 +87,14 @@ class Constants:
         shapes: exchanges calls whose shapes depend on values.
     """
 
-    def __init__(self, tape: Tape | None = None, answers: Answers | None = None) -> None:
+    def __init__(
+        self,
+        tape: Tape | None = None,
+        answers: Answers | None = None,
+        floats: Floats | None = None,
+    ) -> None:
         self._answers = answers or Answers(None)
+        self._floats = floats or Floats()
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
@@ -131,6 +140,10 @@ class Constants:
             return self._answers.truth_of(args[0])
         if not is_known and name in _INTEGERS and self._answers.may_answer(args[0]):
             return self._answers.integer_of(args[0])
+        if not is_known and name == "__float__" and tensors[0].numel() == 1:
+            found = self._floats.of_unknown()
+            if found is not None:
+                return found
         if not is_known:
             try:
                 result = func(*args, **kwargs)
@@ -358,8 +371,18 @@ def _has_numbers_read(value: Any) -> bool:
 def _has_numbers(func: Any, tensor: torch.Tensor) -> bool:
     is_possible = func is torch.Tensor.tolist or tensor.numel() == 1
     if func is torch.Tensor.numpy:
-        is_possible = tensor.dtype is torch.int64 and tensor.dim() == 1
+        # Of another type, a tensor made of the array would have the wrong one.
+        is_few = tensor.dtype is torch.get_default_dtype() and tensor.numel() <= _MOST_IN_ARRAYS
+        is_possible = is_few or (tensor.dtype is torch.int64 and tensor.dim() == 1)
     return isinstance(tensor, FakeTensor) and is_possible and not tensor.is_complex()
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """An array of numbers without values, with which NumPy computes one by one."""
+    found = np.empty(tensor.shape, dtype=object)
+    for place in np.ndindex(*tensor.shape):
+        found[place] = NumberRead(tensor[place])
+    return found
 
 
 def _listed(tensor: torch.Tensor) -> Any:
@@ -369,7 +392,7 @@ def _listed(tensor: torch.Tensor) -> Any:
 _NUMBERS: dict[Any, Any] = {
     torch.Tensor.item: NumberRead,
     torch.Tensor.tolist: _listed,
-    torch.Tensor.numpy: lambda tensor: np.array(_listed(tensor), dtype=object),  # lengths
+    torch.Tensor.numpy: _as_array,
 }
 
 

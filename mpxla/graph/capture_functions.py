@@ -302,7 +302,52 @@ def _where(condition: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
     return condition.nonzero().unbind(1)
 
 
+def _full(full: Callable[..., Any], empty: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A function that fills tensors, also with numbers that were read."""
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        value: Any = kwargs["fill_value"] if "fill_value" in kwargs else [*args, 0, 0][place]
+        if not is_number(value):
+            return full(*args, **kwargs)
+        others = {key: other for key, other in kwargs.items() if key != "fill_value"}
+        if full is torch.full and others.get("dtype") is None:
+            is_float = value.tensor.is_floating_point()
+            others["dtype"] = torch.get_default_dtype() if is_float else value.tensor.dtype
+        return empty(*args[:place], **others).fill_(value)
+
+    return filled
+
+
+def _scaled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that multiplies its second argument by a number, also by one that was read."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2 or not is_number(kwargs.get(name)):
+            return function(*args, **kwargs)
+        factor = kwargs.pop(name)
+        first, second, *others = args
+        return function(first, second * factor, *others, **kwargs)
+
+    return call
+
+
+_WITH_FACTORS = {
+    **dict.fromkeys(("add", "sub", "subtract"), "alpha"),
+    **dict.fromkeys(("addcmul", "addcdiv"), "value"),
+}
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{
+        function: _scaled(function, factor)
+        for name, factor in _WITH_FACTORS.items()
+        for function in (
+            *(getattr(torch, name), getattr(torch.Tensor, name)),
+            getattr(torch.Tensor, f"{name}_"),
+        )
+    },
+    torch.scalar_tensor: _of_data(torch.scalar_tensor),
+    torch.full: _full(torch.full, torch.empty, 1),
+    torch.full_like: _full(torch.full_like, torch.empty_like, 1),
+    torch.Tensor.new_full: _full(torch.Tensor.new_full, torch.Tensor.new_empty, 2),
     torch.tensor: _of_data(torch.tensor),
     torch.as_tensor: _of_data(torch.as_tensor),
     torch.Tensor.new_tensor: _new_tensor,

@@ -26,6 +26,7 @@ from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
 from mpxla.graph.capture_exporter import exporter_prepared
 from mpxla.graph.capture_flags import Flags
+from mpxla.graph.capture_floats import Floats
 from mpxla.graph.capture_functions import (
     CAPTURED_FUNCTIONS,
     cumulative_batch_norms,
@@ -79,12 +80,13 @@ class StepSemantics(TorchFunctionMode):
         tape: Tape | None = None,
         answers: Answers | None = None,
         replicas: Sequence[int] = (),
+        floats: Floats | None = None,
     ) -> None:
         super().__init__()
         self.replicas = Replicas(replicas)
         self._counts, self._flags = counts, flags
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.constants = Constants(tape, answers)
+        self.constants = Constants(tape, answers, floats)
         self.writes = HiddenWrites(self.constants.call, flags)
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value, counts)
@@ -258,12 +260,13 @@ def traceable(
     trained: Collection[str],
     gone: list[tuple[nn.Module, str]],
     number_of: Callable[[Any], Any],
+    floats: Floats,
 ) -> Generator[list[Attribute]]:
     """What export needs to trace a step of a model; gives the attributes of parameters.
 
     Stand-ins require gradients for the parameters that are `trained`, by any names. Attributes of
     modules that the step has given tensors are `gone` afterwards. `number_of` gives numbers that
-    are read in the place of symbols.
+    are read in the place of symbols. Modules that call `float` of those see that of `floats`.
     """
     with (
         attributes_kept(model, gone),
@@ -279,6 +282,7 @@ def traceable(
         unchecked_distributions(),
         cumulative_batch_norms(),
         extremes_captured(number_of),
+        floats.exchanged(number_of),
         nested_tensors_refused(),
         static_shapes(),
         modules_left(),

@@ -7,6 +7,7 @@ captured again with the value, if it is known: that of an input.
 This module must not know how a step is captured or run.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -23,6 +24,7 @@ __all__ = [
     "NeedsValueError",
     "Number",
     "NumberRead",
+    "as_float",
     "extreme_number",
     "has_number",
     "is_number",
@@ -142,6 +144,9 @@ class NumberRead(Number):
     def _refuse(self, by: str) -> Any:
         raise self.needed(by)
 
+    def __float__(self) -> float:
+        return self.tensor.__float__()  # whoever follows the tensor may know
+
     def value(self, by: str, may_ask: bool = False) -> Any:
         """The value, for code that needs it in Python, where that of the tensor is known.
 
@@ -172,6 +177,13 @@ NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) pr
 """What the user's texts say in the place of values."""
 
 
+def as_float(number: "NumberRead") -> "NumberRead":
+    """What `float()` would be."""
+    if number.tensor.is_floating_point():
+        return number
+    return _made(number.tensor.double(), float, number)
+
+
 def numbers_in_math(number_of: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Lets functions of `math` compute with numbers that were read, as tensors of 64 bits.
 
@@ -185,12 +197,17 @@ def numbers_in_math(number_of: Callable[[Any], Any]) -> AbstractContextManager[N
             number = number_of(number)
             if others or not issubclass(type(number), NumberRead):
                 return own(number, *others)
-            found = getattr(torch, _OF_MATH[name])(_computed(number).double())
-            return _made(found.long() if name in _TO_INTEGERS else found, own, number)
+            return _in_math(name, number)
 
         return function
 
     return exchanged(math, **{name: of_numbers(name) for name in _OF_MATH})
+
+
+def _in_math(name: str, number: NumberRead) -> Any:
+    found = getattr(torch, _OF_MATH[name])(_computed(number).double())
+    own: Callable[..., Any] = _FUNCTIONS[name]
+    return _made(found.long() if name in _TO_INTEGERS else found, own, number)
 
 
 _TO_INTEGERS = ("ceil", "floor", "trunc")
@@ -201,6 +218,7 @@ _OF_MATH = {
     "fabs": "abs",
 }
 """Functions of `math`, and torch's."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_MATH}
 
 
 def extreme_number(function: Callable[..., Any], is_max: bool, first: Any, second: Any) -> Any:
@@ -368,10 +386,15 @@ for _name in (
     *("lt", "le", "gt", "ge", "eq", "ne", "str", "format"),
 ):
     setattr(Number, f"__{_name}__", _needs_value(f"__{_name}__"))
-for _name, _function in {"float": float, "complex": complex, **_OF_INTEGER}.items():
+for _name, _function in {"complex": complex, **_OF_INTEGER}.items():
     setattr(NumberRead, f"__{_name}__", _of_value(_name, _function))
 for _name in ("and", "or", "xor", "lshift", "rshift"):
     setattr(NumberRead, f"__{_name}__", _of_bits(_name, is_reflected=False))
     setattr(NumberRead, f"__r{_name}__", _of_bits(_name, is_reflected=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(NumberRead, f"__{_name}__", _comparison(_name))
+# NumPy's functions of arrays of objects call methods of their names.
+for _name in _OF_MATH.keys() - _TO_INTEGERS:
+    setattr(
+        NumberRead, _name, functools.partialmethod(lambda self, name: _in_math(name, self), _name)
+    )

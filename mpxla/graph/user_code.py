@@ -100,13 +100,13 @@ def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()
     if needs_value(error):
         return (UndecidedError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `float()` and `.numpy()` are not possible inside it, unless the "
-            f"value follows from the inputs alone; nor are `if`, `while`, `int()` and loops over a "
-            f"number with tensor_parallel_degree or sharded_data_parallel_degree. Use torch.where "
-            f"or masks, index by tensors (x[start + torch.arange(n)] in place of "
-            f"x[start : start + n]), or move the decision out of the step function; what .item() "
-            f"reads may be computed with, and returned, and int() gives a number that has few "
-            f"values. What has to have values runs on the host as an operator of your own "
+            f"once as a graph, so `.numpy()` is not possible inside it, unless the value follows "
+            f"from the inputs alone; nor are `if`, `while`, `int()` and loops over a number with "
+            f"tensor_parallel_degree or sharded_data_parallel_degree. Use torch.where or masks, "
+            f"index by tensors (x[start + torch.arange(n)] in place of x[start : start + n]), or "
+            f"move the decision out of the step function; what .item() and float() read may be "
+            f"computed with, and returned, and int() gives a number that has few values. What "
+            f"has to have values runs on the host as an operator of your own "
             f"(torch.library.custom_op)."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):

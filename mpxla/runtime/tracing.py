@@ -20,6 +20,7 @@ from mpxla.graph.capture_attributes import (
     outside_values,
     without_counted,
 )
+from mpxla.graph.capture_floats import Floats
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
@@ -54,7 +55,7 @@ class Tracing:
 
     `values` gives the tensor leaves of one microbatch, where Python needs them; `state` is what
     captures leave in attributes. `decided` is for `capture_step`, and the function's own from call
-    to call: all its ways ask alike. So are `replicas`.
+    to call: all its ways ask alike. So are `replicas` and `floats`.
     """
 
     function: Callable[..., Any]
@@ -65,6 +66,7 @@ class Tracing:
     state: PythonState = field(default_factory=PythonState)
     decided: set[str] | None = None
     replicas: Sequence[int] = ()
+    floats: Floats = field(default_factory=Floats)
 
     def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
         """Captures a step with as many of its floats as inputs as Python lets it.
@@ -198,6 +200,7 @@ class Tracing:
                 thawed,
                 self.decided,
                 self.replicas,
+                self.floats,
             )
             used = {role.name for node, role in step.roles.items() if node.users}
             is_same = step.follows_from_itself
@@ -208,9 +211,9 @@ class Tracing:
             if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             found, counted = outside(function, model), counting.names | records.keys()
-            values = (read for read in outside_values(found) if read.name not in counted)
+            values = [read for read in outside_values(found) if read.name not in counted]
             reads = [without_counted(read, counted) for read in values]
-            for read in reads:
+            for read in values:
                 note_content(read.now(), self.state.contents)
             named = ((place.name, place.value, place.get) for place in found.places)
             roots = [("model", model, lambda: model), *named, *own]
@@ -223,7 +226,7 @@ class Tracing:
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
                 log.note_contents(recorder.is_constant)
-                others, known_too = numbers_left(log, reads, contents, recorder.is_known)
+                others, known_too = numbers_left(log, values, contents, recorder.is_known)
                 left = [*stand_ins.left, *others]
                 computed.update((read.name, read) for read, _ in left)
                 by_inputs.update(known_too)

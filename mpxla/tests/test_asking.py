@@ -1,5 +1,6 @@
 """Step functions that branch on values which depend on the model: as plain PyTorch."""
 
+import math
 import re
 
 import pytest
@@ -227,7 +228,7 @@ def take_two_ways(model, x):
 
 
 def take_the_value(model, x):
-    return model(x) * float(model(x).sum())
+    return model(x) * math.gamma(model(x).sum())
 
 
 def refused(keys, cases, limits=()):
@@ -267,7 +268,7 @@ def test_what_no_question_can_tell():
     patterns = [
         r"more than 3 times, at last at .*test_asking\.py:\d+: while h\.sum\(\) > -1e6",
         r"take_two_ways branches at .*: return h if h\[0, 0\] > 0 .* in more than 1 ways",
-        r"depends on a tensor's value in Python at .*float\(model\(x\)\.sum\(\)\)",
+        r"depends on a tensor's value in Python at .*math\.gamma\(model\(x\)\.sum\(\)\)",
     ]
     for text, pattern in zip(texts, patterns, strict=True):
         assert re.search(pattern, text), text

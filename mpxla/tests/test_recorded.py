@@ -19,6 +19,7 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 3
 log, losses, windows = {}, [], {"last": deque(maxlen=3)}
+sums = {"norm": 0.0, "count": 0, "nested": [0.0]}
 total = 0.0
 
 
@@ -84,6 +85,11 @@ class Net(nn.Module):
         losses.append(norm)
         windows["last"].append(norm)
 
+    def counted_in_globals(self, h, norm):
+        sums["norm"] += float(h.detach().norm()) * len(h)
+        sums["count"] += len(h)
+        sums["nested"][0] += norm
+
     def beside_a_counter(self, h, norm):
         self.num_calls += 1
         self.norm = norm / self.num_calls
@@ -119,6 +125,7 @@ def raw_model(kind):
     losses.clear()
     windows["last"].clear()
     total = 0.0
+    sums.update(norm=0.0, count=0, nested=[0.0])
     torch.manual_seed(3)
     return Net(kind)
 
@@ -128,7 +135,7 @@ def values_of(model):
         "latest norm total ema num_calls history window stats nested by_name slow is_large fresh"
     )
     values = [getattr(model, name, None) for name in names.split()]
-    return repr([values, vars(model.meter), log, losses, windows, total])
+    return repr([values, vars(model.meter), log, losses, windows, total, sums])
 
 
 def train_plainly(kind):
@@ -148,7 +155,7 @@ def train(keys, kinds):
 @pytest.mark.parametrize(
     ("kinds", "stages"),
     [
-        (["in_containers", "beside_a_counter"], 2),
+        (["in_containers", "beside_a_counter", "counted_in_globals"], 2),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )

@@ -160,7 +160,7 @@ def test_what_is_read_computes(function):
         lambda h: 3 // h.argmax().item(),
         lambda h: h * max(h.argmax().item(), 0.5),
         lambda h: {1: h}.get(h.argmax().item()),
-        lambda h: float(h.sum()),
+        lambda h: complex(h.sum()),
     ],
 )
 def test_the_value_of_what_is_read_is_not_there(read):

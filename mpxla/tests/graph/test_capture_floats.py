@@ -1,0 +1,128 @@
+"""Python's float() of values that nobody knows while a step is captured."""
+
+import builtins
+import logging
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpxla.errors import CaptureError
+from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture_floats import Floats
+from mpxla.graph.user_code import until_captured
+from mpxla.runtime.state import ModelState
+from mpxla.tests.graph.test_capture import outputs_of
+
+pytestmark = pytest.mark.unit
+
+
+def counted(h):
+    total = 0.0
+    for row in h:
+        total += float(row.mean())
+    return h * total
+
+
+def kinds(h):
+    a = float(h.std())
+    is_float = isinstance(a, float) and issubclass(float, float) and float("0.5") == float(1) / 2
+    return h * a if is_float and {float: 1}[float] and float == float else h  # noqa: E721
+
+
+SAME = {
+    "product": lambda h: h * float(h.abs().max()),
+    "integer": lambda h: h * (float((h > 0).sum()) / h.numel()),
+    "truth": lambda h: h + float((h > 0).any()),
+    "read before": lambda h: h / (1 + float(h.std().item())),
+    "list": lambda h: h * sum(map(float, h[0])) * max([float(v) for v in h[1]]),
+    "loop": counted,
+    "kinds": kinds,
+    "returned": lambda h: (h, float(h.mean()), {"std": float(h.std())}),
+    "arrays": lambda h: h + torch.from_numpy(np.ones(4, float)).to(h) * float(h.sum()),
+    "mean of an array": lambda h: h * float(np.mean(h.detach().numpy())),
+    "function of an array": lambda h: h * np.tanh(h.detach().mean().numpy()),
+    "an array of one": lambda h: h * float(h.detach().mean().cpu().numpy()),
+    "full": lambda h: h * torch.full((4,), float(h.mean())),
+    "full of integers": lambda h: h * torch.full((4,), fill_value=h.argmax().item()),
+    "full_like": lambda h: h + torch.full_like(h, h.mean().item()),
+    "new_full": lambda h: h + h.new_full((3, 4), float(h.std())),
+    "alpha": lambda h: torch.add(h, h, alpha=float(h.mean())).sub_(h, alpha=h.std().item()),
+    "value": lambda h: torch.addcmul(h, h, h, value=float(h.mean())),
+    "scalar_tensor": lambda h: h * torch.scalar_tensor(float(h.mean())),
+    "clamp": lambda h: torch.clamp(h, -float(h.std()), float(h.std())),
+}
+
+
+def captured(function):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    names, leaf = ModelState(model).canonical_names, TensorLeaf((3, 4), torch.float32)
+    floats = Floats()
+
+    def step(leaves):
+        return function(model(leaves[0]))
+
+    found = until_captured(lambda: capture_step(step, model, [leaf], names, floats=floats))
+    return model, step, found
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_numbers_compute_as_python_has_them(name):
+    model, step, found = captured(SAME[name])
+    assert "float" not in globals()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        results = outputs_of(found, model, [x])
+        expected = torch.utils._pytree.tree_leaves(step([x]))
+    for leaf, value in zip(found.result_leaves, expected, strict=True):
+        got = results[leaf.output]
+        torch.testing.assert_close(got.to(torch.as_tensor(value).dtype), torch.as_tensor(value))
+
+
+def test_texts_say_that_there_is_no_number(caplog):
+    texts = []
+
+    def write(h):
+        texts.append("%s: %.3f" % ("mean", h.mean().item()))  # noqa: UP031
+        texts.append("%.1f" % h.max())  # noqa: UP031
+        return h
+
+    with caplog.at_level(logging.WARNING, "mpxla"):
+        captured(write)
+    assert texts == ["mean: nan", "nan"]
+    assert "capture_floats.py" in caplog.text and "smp.debug_print(tensor)" in caplog.text
+
+
+SOURCES = {
+    "identity": "def function(h): return h * float(h.sum()) if type(h) is not float else h",
+    "dtype": "def function(h): return h * float(h.sum()) + torch.ones(4, dtype=float)",
+    "to": "def function(h): return (h * float(h.sum())).to(float)",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_modules_keep_a_float_that_has_to_be_pythons(name, tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SOURCES[name])
+    script = types.ModuleType("script")
+    script.__dict__["torch"] = torch
+    exec(compile(file.read_text(), str(file), "exec"), script.__dict__)
+    with pytest.raises(CaptureError, match=r"depends on a tensor's value in Python at .*script.py"):
+        captured(script.function)
+
+
+def test_other_modules_see_the_class_only_while_a_step_is_captured():
+    seen = []
+
+    def look(h):
+        seen.append(float)
+        return F.relu(h) * float(h.sum())
+
+    captured(look)
+    assert seen[-1] is not builtins.float and seen[-1] == builtins.float
+    assert "float" not in globals()
+    assert seen[-1](3) == 3.0 and type(seen[-1]("2")) is builtins.float
