@@ -24,6 +24,7 @@ from mpxla.log import warn_once
 from mpxla.stage.host import as_traced
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces
+from mpxla.stage.replacements import SHARED
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["EagerBackend", "EagerExecutable"]
@@ -68,6 +69,8 @@ class _Operators(fx.Interpreter):
             target = _aten.reshape.default
         elif target is _aten.as_strided.default:
             args = (_laid_out(args[0], self.current.args[0]), *args[1:])
+        elif target in (_aten.native_group_norm.default, _aten.native_group_norm_backward.default):
+            args = tuple(a.contiguous() if isinstance(a, torch.Tensor) else a for a in args)
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -125,7 +128,7 @@ class EagerBackend(TensorBuffers, Alone):
 
     def __init__(self) -> None:
         self.num_compilations = 0
-        self.lowering = Lowering(self.device)
+        self.lowering = Lowering(self.device, replacements=SHARED)
 
     def compile(
         self,

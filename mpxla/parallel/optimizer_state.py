@@ -338,7 +338,11 @@ class OptimizerState:
             entry.update(index.numbers.get(name, {}))
             if entry:
                 state[position] = restored(entry)
-        groups = self.optimizer.param_groups
+        # Without names of parameters: these groups do not count over all parameters as names do.
+        groups = [
+            {k: v for k, v in group.items() if k != "param_names"}
+            for group in self.optimizer.param_groups
+        ]
         self._load_picked({**self._saved_rest, "state": state, "param_groups": groups})
         self._saved_rest = {}
 

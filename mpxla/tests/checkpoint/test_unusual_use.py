@@ -160,11 +160,17 @@ class CountsForAll(torch.optim.Optimizer):
         self.state["mean"] = {"rate": 0.5 + 0.5 * self.state["mean"]["rate"] ** 2 + 0.1}
 
 
+def counts_for_all(parameters):
+    """Of parameters that have names."""
+    return CountsForAll([(f"p{number}", p) for number, p in enumerate(parameters)])
+
+
 def keep_state_of_no_parameter(path, stages):
-    run = Run(stages, optimizer=CountsForAll)
+    run = Run(stages, optimizer=counts_for_all)
     run.train(2)
     run.save(path, "kept")
     full = run.optimizer.state_dict(), run.model.state_dict()
+    names = [f"p{number}" for number in range(len(full[0]["param_groups"][0]["params"]))]
     expected = run.train(2)
     smp.shutdown()
     losses = []
@@ -176,10 +182,11 @@ def keep_state_of_no_parameter(path, stages):
             run.resume(path, load_optimizer=False),
         ),
     ):
-        run = Run(stages, seed=50, optimizer=CountsForAll)
+        run = Run(stages, seed=50, optimizer=counts_for_all)
         load(run)
         losses.append(run.train(2))
-        assert run.optimizer.state_dict()["state"]["k"] == 4
+        state, groups = run.optimizer.state_dict().values()
+        assert state["k"] == 4 and groups[0]["param_names"] == names
         smp.shutdown()
     return expected, losses, list(full[0]["state"])
 

@@ -101,6 +101,50 @@ def test_trains_as_in_one_process(case):
     assert_parity(observed, train_plainly(case))
 
 
+class WritesAndGroups(nn.Module):
+    """Assigns to a part of a tensor, and normalizes groups of channels of a transposed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        y = self.line(x)
+        y[..., ::2] *= 0.5
+        return (self.norm(y.transpose(1, 2)).transpose(1, 2) * x).sum()
+
+
+def gradients_of(make):
+    torch.manual_seed(2)
+    model, x = make(WritesAndGroups()), torch.randn(2, 3, 4)
+
+    @smp.step
+    def step(x):
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    if isinstance(model, smp.DistributedModel):
+        step(x)
+    else:
+        model(x).backward()
+    return [p.grad.tolist() for p in model.parameters()]
+
+
+def differentiate_writes_and_groups():
+    smp.init({})
+    return gradients_of(smp.DistributedModel)
+
+
+@pytest.mark.ranks
+def test_operators_without_a_derivative_or_a_kernel_for_every_layout():
+    (found,) = run_ranks(differentiate_writes_and_groups, 1, env=EAGER)
+    expected = gradients_of(lambda model: model)
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(gradient), torch.tensor(other))
+
+
 class Table(nn.Module):
     def __init__(self):
         super().__init__()
