@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import fx
 from torch._C import DispatchKey, DispatchKeySet
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch.amp import autocast_mode
 
 from mpxla.errors import CaptureError
@@ -141,11 +143,28 @@ def host_autocast() -> Generator[None]:
 
     methods = {"__init__": make_enabled, "__enter__": enter_on_host, "__exit__": leave_on_host}
     own_cast = exchanged(module, _cast=cast_on_host)  # of `custom_fwd`
+    switches: Any = replace_set_grad_with_hop_pass
+    own_switch = exchanged(switches, _is_set_grad_enabled_sub_mod=_switches_gradients)
     try:
-        with exchanged(kind, **methods), own_cast, _region_around():
+        with exchanged(kind, **methods), own_cast, own_switch, _region_around():
             yield
     finally:
         kernels.restore()
+
+
+def _switches_gradients(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+    """Whether export should keep that a part of the program is under `torch.no_grad()`.
+
+    Torch's own function looks at the part's first operator only. In an autocast region that is the
+    region's begin, which export repeats in every part, and the part would get gradients.
+    """
+    if node.op != "call_module":
+        return False
+    part: Any = getattr(node.graph.owning_module, str(node.target))
+    found = [n for n in part.graph.nodes if n.target is torch._C._set_grad_enabled]  # pyright: ignore[reportPrivateUsage]
+    if not found:
+        return False
+    return not omit_if_same_with_ambient or found[0].args[0] != torch.is_grad_enabled()
 
 
 def _set_host(is_enabled: bool, dtype: torch.dtype) -> None:

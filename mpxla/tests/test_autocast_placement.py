@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import mpxla as smp
 from mpxla.errors import PartitionError
 from mpxla.tests.clients import close, gradients, merged
 from mpxla.tests.ranks.run import run_ranks
@@ -155,3 +156,53 @@ def cut_under_autocast():
 def test_a_step_without_autocast_runs_where_one_with_it_was_cut():
     for found, expected in run_ranks(cut_under_autocast, 2):
         assert found == pytest.approx(expected, rel=0.02)
+
+
+class Gated(nn.Module):
+    """Gates without gradients, and a gradient within; both also with regions inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate, self.again, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+            with torch.autocast("cpu", enabled=False):
+                gate = gate + self.gate(x.float()).sigmoid()
+            with torch.enable_grad():
+                again = self.again(x)
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            gate = gate * x.float().sigmoid()
+        return (self.last(x) * gate * again).float().sum()
+
+
+def gradients_under_autocast(make):
+    torch.manual_seed(3)
+    model, x = make(Gated()), torch.randn(4, 8)
+
+    def run(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x)
+        model.backward(loss) if isinstance(model, smp.DistributedModel) else loss.backward()
+        return loss
+
+    (smp.step(run) if isinstance(model, smp.DistributedModel) else run)(x)
+    return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+
+
+def differentiate_gated():
+    smp.init({})
+    return gradients_under_autocast(smp.DistributedModel)
+
+
+def test_no_grad_within_a_region_stays():
+    (found,) = run_ranks(differentiate_gated, 1)
+    expected = gradients_under_autocast(lambda model: model)
+    assert [g is None for g in found] == [g is None for g in expected]
+    for gradient, other in zip(found, expected, strict=True):
+        if other is not None:
+            torch.testing.assert_close(
+                torch.tensor(gradient), torch.tensor(other), rtol=0.02, atol=0.02
+            )
