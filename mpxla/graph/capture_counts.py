@@ -11,7 +11,7 @@ This module must not know what becomes of the rows.
 import builtins
 import contextlib
 import operator
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -62,6 +62,12 @@ _IS_NO_MASK = None, "finite"
 _READS = frozenset(("__bool__", "is_nonzero"))
 _DIVIDES = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1, "__iter__": 9, "tolist": 9}
 """They give lists; and where their argument `dim` is, which is 0 where it is not."""
+
+_IN_TURN: Mapping[str, Callable[..., Any]] = {
+    "unbind": tuple,
+    "__iter__": iter,
+    "tolist": lambda rows: [row.tolist() for row in rows],
+}
 
 
 class Counts:
@@ -249,8 +255,7 @@ class Counts:
         if not isinstance(value, FakeTensor):
             return call(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        is_list = name in _DIVIDES and value.dim()
-        if is_list and isinstance(value.shape[_divided(name, args, kwargs)], torch.SymInt):
+        if _are_divided(func, args, kwargs):
             raise NeedsValueError(f"{name} of rows that a mask chooses")
         said = self._said.get(value)
         if said not in (None, _IS_NO_MASK) and said[0]._version != said[2]:
@@ -270,6 +275,20 @@ class Counts:
             if isinstance(made, FakeTensor):  # of a number too, which was read
                 self._said[made] = found
         return result
+
+    def takes_in_turn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function of torch gives chosen rows one by one."""
+        return (
+            getattr(func, "__name__", "") in _IN_TURN
+            and _are_divided(func, args, kwargs)
+            and self.is_of_masks(args[0].shape[_divided(func.__name__, args, kwargs)])
+        )
+
+    def in_turn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Such rows, after Python has asked how many there are."""
+        value, dim = args[0], _divided(func.__name__, args, kwargs)
+        number = operator.index(self.number_of(value.shape[dim]))
+        return _IN_TURN[func.__name__](value.select(dim, row) for row in range(number))
 
     def _follow(self, name: str, value: torch.Tensor, args: Any, kwargs: Any, said: Any) -> Any:
         name = name.removeprefix("__").removesuffix("__")
@@ -291,6 +310,14 @@ class Counts:
 
 def _function(expr: Any, symbols: list[sympy.Symbol]) -> Callable[..., Any]:
     return sympy.lambdify(symbols, expr, [_OPERATORS, "math"])
+
+
+def _are_divided(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a function would give a list with as many tensors as rows are chosen."""
+    name, value = getattr(func, "__name__", ""), args[0] if args else None
+    if name not in _DIVIDES or not isinstance(value, FakeTensor) or not value.dim():
+        return False
+    return isinstance(value.shape[_divided(name, args, kwargs)], torch.SymInt)
 
 
 def _divided(name: str, args: tuple[Any, ...], kwargs: Any) -> int:

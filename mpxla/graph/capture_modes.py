@@ -164,6 +164,9 @@ class StepSemantics(TorchFunctionMode):
         if recurrence is not None:
             with self:
                 return recurrence(*args, **kwargs)
+        if self._counts.takes_in_turn(func, args, kwargs):
+            with self:
+                return self._counts.in_turn(func, args, kwargs)
         if func is torch.Tensor.__getitem__:
             return self.selected.get(*args)
         if func is torch.Tensor.__setitem__:

@@ -316,11 +316,14 @@ class Walk:
             self._rows[key] = Rows(self.call(_aten.cat.default, masks), size)
         return self._rows[key]
 
-    def note(self, size: Any, rows: Rows) -> None:
-        """Makes rows those of which there are so many, unless others are too."""
+    def note(self, size: Any, rows: Rows, is_counted: bool = False) -> None:
+        """Makes rows those of which there are so many, unless others are too; those stay the ones
+        that count where the number was counted before.
+        """
         if isinstance(size, torch.SymInt):
-            expr = size.node.expr
-            self._of_symbol[expr] = rows if self._of_symbol.get(expr, rows) is rows else None
+            known = self._of_symbol.setdefault(size.node.expr, rows)
+            if known is not rows and not is_counted:
+                self._of_symbol[size.node.expr] = None
 
     def rows_of_size(self, node: fx.Node, size: Any) -> Rows | None:
         """The rows of which there are so many; none for a number."""

@@ -56,8 +56,9 @@ def _order(walk: Walk, source: fx.Node, dim: int, descending: bool) -> fx.Node:
     """
     dims = walk.dims_of(source)
     rows = dims[dim]
-    assert rows is not None, "there is something to put in order"
     order = _argsort(walk, walk.call(_aten.detach.default, source), dim, descending)
+    if rows is None:
+        return order
     absent = walk.along(_ones_and_zeros(walk, walk.absent(rows)), dim, len(dims))
     absent = walk.call(_aten.expand.default, absent, walk.sizes(source))
     absent = walk.call(_aten.gather.default, absent, dim, order)
@@ -101,30 +102,31 @@ def _greatest(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     """`topk`. Where fewer rows are chosen, the rest is NaN: PyTorch raises."""
     source, arguments = input_of(node), named_arguments(node)
     dims = walk.dims_of(source)
-    along = _along(node, dims)
-    number = arguments["k"]
-    if along is None:
-        if isinstance(number, fx.Node):
-            raise refused(node, "is the number that is chosen")
+    number, (dim,) = arguments["k"], dims_along(node, len(dims))
+    rows, whole = dims[dim], walk.sizes(source)[dim]
+    if rows is None and not isinstance(number, fx.Node):
         return of_each(node, dims)
-    dim, rows = along
     found: Rows | None = None
     order = _order(walk, source, dim, bool(arguments["largest"]))
-    size = rows.size if isinstance(number, fx.Node) else number
-    if size > rows.size:
+    size = whole if isinstance(number, fx.Node) else number
+    if size > whole:
         raise refused(node, "has fewer rows than that")
     rank = walk.call(_aten.arange.default, size, device=torch.device("cpu"))
-    missing = walk.call(_aten.ge.Tensor, rank, walk.count(rows))
+    there = whole if rows is None else walk.count(rows)
+    compare = _aten.ge.Scalar if rows is None else _aten.ge.Tensor
+    missing = walk.call(compare, rank, there)
     if isinstance(number, fx.Node):
         counts = walk.call(_aten.lt.Tensor, rank, walk.as_number(number, node))
         found = Rows(counts, size)
-        walk.note(node.meta["val"][0].shape[dim], found)
+        walk.note(node.meta["val"][0].shape[dim], found, is_counted=True)
         missing = walk.call(_aten.logical_and.default, missing, counts)
+        is_beyond = walk.call(_aten.gt.Scalar, walk.as_number(number, node), whole)
+        missing = walk.call(_aten.logical_or.default, missing, is_beyond)
     order = walk.call(_aten.slice.Tensor, order, dim, 0, size)
     missing = walk.along(missing, dim, len(dims))
     values = walk.call(_aten.gather.default, source, dim, order)
     values = walk.call(_aten.masked_fill.Scalar, values, missing, mark_of(source.meta["val"].dtype))
-    numbers = _numbers(walk, rows, order)
+    numbers = order if rows is None else _numbers(walk, rows, order)
     numbers = walk.call(_aten.masked_fill.Scalar, numbers, missing, mark_of(torch.int64))
     return _parts(walk, node, [values, numbers], (*dims[:dim], found, *dims[dim + 1 :]))
 
@@ -215,9 +217,24 @@ def _median(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return walk.call(_aten.masked_fill.Scalar, value, is_nan, math.nan), ()
 
 
+def _permuted(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`randperm(count)`: the numbers of the rows in the order of a permutation of all places."""
+    rows = walk.rows_of_size(node, node.meta["val"].shape[0])
+    assert rows is not None, "the number of rows is a symbol"
+    keys = {"dtype": torch.int64, "device": torch.device("cpu")}
+    drawn = walk.call(_aten.randperm.default, rows.size, **keys)
+    drawn.meta["val"] = node.meta["val"]
+    walk.set_dims(drawn, (rows,))
+    order = _order(walk, drawn, 0, descending=False)
+    order = walk.call(_aten.index.Tensor, order, [walk.number_rows(rows)])
+    made = walk.call(_aten.to.dtype, _numbers(walk, rows, order), node.meta["val"].dtype)
+    return made, (rows,)
+
+
 RULES_OF_ORDER: Mapping[Any, Rule] = {
     **dict.fromkeys(("aten::sort", "aten::argsort"), _sorted),
     _aten.topk.default: _greatest,
+    _aten.randperm.default: _permuted,
     _aten.flip.default: _flipped,
     _aten.median.default: _median,
 }

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, mark_of, refused
 from mpxla.graph.chosen_order import place_of
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
-__all__ = ["RULES_OF_PLACES"]
+__all__ = ["RULES_OF_PLACES", "numbered"]
 
 _aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -
         if rows is None and found is not None and found[2] is not None:
             own.append((found[0], found[1], found[2]))
         if part is not None and rows is not None:
-            part = _numbered(walk, rows, part)
+            part = numbered(walk, rows, part)
             if walk.numbering.get(part) is rows:
                 own.append((rows, (rows.size,), 0))
         parts.append(part)
@@ -88,7 +88,7 @@ def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -
     return _Index(tuple(parts), dims, _own_rows(walk, value, parts, own))
 
 
-def _numbered(walk: Walk, rows: Rows, numbers: fx.Node) -> fx.Node:
+def numbered(walk: Walk, rows: Rows, numbers: fx.Node) -> fx.Node:
     """The places of rows that are read or written by their numbers."""
     if walk.numbering.get(numbers) is rows:
         made = walk.copied(walk.safe_places(rows), numbers.meta["val"])
@@ -158,7 +158,8 @@ def _written(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         rows, count = index.own
         rest = dims[count:]
         flat = _flattened(walk, value, walk.sizes(value), count)
-        _check_meets(node, (rows, *rest), known)
+        new = _one_by_one(walk, new, rows, 1 + len(rest))
+        _check_meets(node, (rows, *rest), walk.dims_of(new))
         if adds:
             new = walk.call(_aten.add.Tensor, flat, new)
         mask = walk.along(rows.mask, 0, 1 + len(rest))
@@ -206,6 +207,54 @@ def _unless_empty(walk: Walk, made: fx.Node, value: fx.Node, rows: Rows) -> fx.N
     return walk.call(_aten.where.self, walk.some(rows), made, value)
 
 
+def _one_by_one(walk: Walk, new: fx.Node, rows: Rows, num_dims: int) -> fx.Node:
+    """What is written to rows: the first row of another mask to the first one, and so on. Where
+    those are more or fewer, all is marked: PyTorch raises.
+    """
+    known = walk.dims_of(new)
+    given = known[0] if len(known) == num_dims else None
+    if given is None or given is rows:
+        return new
+    places = walk.call(_aten.index.Tensor, walk.in_order(given), [_within(walk, rows, given)])
+    made = walk.call(_aten.index_select.default, new, 0, places)
+    counts = (walk.call(_aten.sum.default, r.mask) for r in (rows, given))
+    differ = walk.call(_aten.ne.Tensor, *counts)
+    dtype = new.meta["val"].dtype
+    if dtype is not torch.bool:
+        made = walk.call(_aten.masked_fill.Scalar, made, differ, mark_of(dtype))
+    made.meta["val"] = new.meta["val"]
+    walk.set_dims(made, (rows, *known[1:]))
+    return made
+
+
+def _within(walk: Walk, rows: Rows, given: Rows) -> fx.Node:
+    return walk.call(_aten.clamp_max.default, walk.number_rows(rows), given.size - 1)
+
+
+def _filled_in_order(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`masked_scatter`: the first element of the rows goes to where the mask is true first."""
+    value, mask, new = arguments_of(node)
+    known, shape = walk.dims_of(new), walk.sizes(value)
+    if any(walk.dims_of(value)) or any(walk.dims_of(mask)) or any(known[1:]):
+        raise refused(node, "is written at places")
+    rows, sizes = known[0], walk.sizes(new)
+    assert rows is not None, "else the node has nothing to do with rows"
+    count = len(shape) - len(sizes) + 1
+    base = mask.all_input_nodes[0] if mask.target is _aten.expand.default else mask
+    is_whole = walk.sizes(base) == [*shape[:count], *[1] * len(sizes[1:])]
+    if is_whole and sizes[1:] == shape[count:] and walk.rows_of(base) is rows:
+        flat = _flattened(walk, value, shape, count)
+        made = walk.call(_aten.where.self, walk.along(rows.mask, 0, len(sizes)), new, flat)
+        return walk.call(_aten.reshape.default, made, shape), ()
+    new = walk.call(_aten.index_select.default, new, 0, walk.in_order(rows))
+    rank = walk.call(_aten.arange.default, rows.size, device=torch.device("cpu"))
+    # Where the mask is true more often than there are elements, PyTorch raises.
+    missing = walk.call(_aten.ge.Tensor, rank, walk.call(_aten.sum.default, rows.mask))
+    missing = walk.along(missing, 0, len(sizes))
+    new = walk.call(_aten.masked_fill.Scalar, new, missing, mark_of(value.meta["val"].dtype))
+    return walk.call(target_of(node), value, mask, new), ()
+
+
 def _check_meets(node: fx.Node, dims: Dims, known: Dims) -> None:
     """Checks that rows that are written are those of the places."""
     for one, other in zip(reversed(known), reversed(dims), strict=False):
@@ -250,7 +299,7 @@ def _added_to_rows(walk: Walk, node: fx.Node, written: Rows, dim: int) -> fx.Nod
     if known[dim] is not rows or known[:dim] + known[dim + 1 :] != dims[:dim] + dims[dim + 1 :]:
         raise refused(node, "is written at places")
     new = walk.filled(new, known, 0, (dim,))
-    index = _numbered(walk, written, index)
+    index = numbered(walk, written, index)
     made = walk.call(target_of(node), value, dim, index, new, **node.kwargs)
     return walk.covered(made, written, dim, len(dims))
 
@@ -295,7 +344,7 @@ def _gathered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         raise refused(node, "is read at places")
     rows = dims[dim]
     if rows is not None:
-        node.args = (value, dim, _numbered(walk, rows, index))
+        node.args = (value, dim, numbered(walk, rows, index))
     if target_of(node) is _aten.index_select.default:
         dims[dim] = known[0]
         return node, tuple(dims)
@@ -313,6 +362,7 @@ RULES_OF_PLACES: Mapping[Any, Rule] = {
     **dict.fromkeys(("aten::index_add", "aten::index_copy"), _written_along),
     **dict.fromkeys(("aten::scatter_add", "aten::scatter"), _scattered),
     **dict.fromkeys((_aten.select_scatter.default, _aten.slice_scatter.default), _written_at),
+    _aten.masked_scatter.default: _filled_in_order,
     **dict.fromkeys((_aten.gather.default, _aten.index_select.default), _gathered),
 }
 """By operator, or by the name of all its overloads."""

@@ -13,7 +13,7 @@ from torch import fx
 
 from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, limit_of, met, of_each, refused
 from mpxla.graph.chosen_order import RULES_OF_ORDER, extreme_or
-from mpxla.graph.chosen_places import RULES_OF_PLACES
+from mpxla.graph.chosen_places import RULES_OF_PLACES, numbered
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
 from mpxla.graph.operand_dims import PRODUCTS, combined, dims_along, is_elementwise
 from mpxla.graph.recurrent import LAYER
@@ -298,9 +298,18 @@ def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     dims = walk.dims_of(target)
     if target.meta["val"].is_floating_point() or not any(dims):
         raise refused(node, "has a loss of probabilities, or is no dim of its labels")
-    met(node, [walk.dims_of(scores), (dims[0], None, *dims[1:])], len(dims) + 1)
-    filled = walk.filled(target, dims, arguments["ignore_index"])
-    loss = _changed(node, target=filled)
+    known, ignored = walk.dims_of(scores), arguments["ignore_index"]
+    classes = known[1] if len(known) > len(dims) else None
+    met(node, [known, (dims[0], classes, *dims[1:])], len(dims) + 1)
+    if classes is not None:  # labels are numbers of rows
+        if arguments.get("label_smoothing") or arguments["weight"] is not None:
+            raise refused(node, "is a dim of classes, of which each label needs all or weights")
+        scores = walk.filled(scores, known, -math.inf, (1,))
+        is_ignored = walk.call(_aten.eq.Scalar, target, ignored)
+        places = numbered(walk, classes, target)
+        target = walk.call(_aten.where.ScalarSelf, is_ignored, ignored, places)
+    filled = walk.filled(target, dims, ignored)
+    loss = _changed(node, self=scores, target=filled)
     if arguments["reduction"] == 0:
         return loss, dims
     asked = [rows for rows in dims if rows is not None and rows.is_asked]

@@ -245,14 +245,75 @@ def _made(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 
 
 def _numbered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    """`arange(count)`."""
+    """`arange(count)`, and other numbers that are as many as the rows."""
     arguments = named_arguments(node)
     rows = walk.rows_of_size(node, node.meta["val"].shape[0])
-    if rows is None or arguments.get("start", 0) != 0 or arguments.get("step", 1) != 1:
-        raise refused(node, "is counted in another way than from zero")
-    made = walk.call(_aten.to.dtype, walk.number_rows(rows), node.meta["val"].dtype)
-    walk.numbering[made] = rows
+    start, step = arguments.get("start", 0), arguments.get("step", 1)
+    if rows is None or not isinstance(step, int) or isinstance(start, float):
+        raise refused(node, "is counted in a way that is not known here")
+    made = walk.number_rows(rows)
+    if (start, step) != (0, 1):
+        made = walk.call(_aten.mul.Scalar, made, step)
+        made = walk.call(_aten.add.Tensor, made, walk.as_number(start, node))
+    made = walk.call(_aten.to.dtype, made, node.meta["val"].dtype)
+    if (start, step) == (0, 1):
+        walk.numbering[made] = rows
     return made, (rows,)
+
+
+def _numbers(walk: Walk, dims: Dims, sizes: Sequence[Any]) -> list[fx.Node]:
+    """The numbers of what is along dims, from zero."""
+    return [
+        walk.call(_aten.arange.default, size, device=torch.device("cpu"))
+        if rows is None
+        else walk.number_rows(rows)
+        for rows, size in zip(dims, sizes, strict=True)
+    ]
+
+
+def _identity(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`eye(count)`, and with another number of columns."""
+    value = node.meta["val"]
+    dims = tuple(walk.rows_of_size(node, size) for size in value.shape)
+    lines, columns = _numbers(walk, dims, value.shape)
+    lines = walk.call(_aten.unsqueeze.default, lines, 1)
+    equal = walk.call(_aten.eq.Tensor, lines, columns)
+    return walk.call(_aten.to.dtype, equal, value.dtype), dims
+
+
+def _triangle(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`triu` and `tril`: rows that do not count are between those that do, so numbers decide."""
+    source, diagonal = arguments_of(node)[0], named_arguments(node)["diagonal"]
+    dims = walk.dims_of(source)
+    numbers = _numbers(walk, dims[-2:], node.meta["val"].shape[-2:])
+    shifted = walk.call(_aten.add.Tensor, numbers[0], diagonal)
+    shifted = walk.call(_aten.unsqueeze.default, shifted, 1)
+    is_upper = target_of(node)._schema.name == "aten::triu"
+    outside = walk.call((_aten.lt if is_upper else _aten.gt).Tensor, numbers[1], shifted)
+    made = walk.call(_aten.masked_fill.Scalar, source, outside, 0)
+    for dim in (len(dims) - 2, len(dims) - 1):
+        if (rows := dims[dim]) is not None:
+            made = walk.covered(made, rows, dim, len(dims))
+    return made, dims
+
+
+def _repeated(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`repeat`, as often as rows are chosen along dims of size one."""
+    source, times = arguments_of(node)[:2]
+    sizes = walk.sizes(source)
+    sizes = [1] * (len(times) - len(sizes)) + sizes
+    dims = [None] * (len(times) - len(walk.dims_of(source))) + list(walk.dims_of(source))
+    counts = list(times)
+    for place, count in enumerate(times):
+        if isinstance(count, fx.Node):
+            dims[place] = rows = walk.rows_of_size(node, count.meta["val"])
+            assert rows is not None, "the number is a symbol"
+            counts[place] = rows.size
+            if sizes[place] != 1:
+                raise refused(node, "is how often several are repeated")
+        elif dims[place] is not None and count != 1:
+            raise refused(node, "is repeated")
+    return walk.call(_aten.repeat.default, source, counts), tuple(dims)
 
 
 RULES_OF_SHAPES: Mapping[Any, Rule] = {
@@ -268,6 +329,9 @@ RULES_OF_SHAPES: Mapping[Any, Rule] = {
     **dict.fromkeys((_aten.pad.default, _aten.constant_pad_nd.default), _padded),
     operator.getitem: _item,
     "aten::arange": _numbered,
+    "aten::eye": _identity,
+    **dict.fromkeys((_aten.triu.default, _aten.tril.default), _triangle),
+    _aten.repeat.default: _repeated,
     **{f"aten::{name}": _made for name in ("zeros", "ones", "full", "empty", "rand", "randn")},
     **{f"aten::new_{name}": _made for name in ("zeros", "ones", "full", "empty")},
 }
