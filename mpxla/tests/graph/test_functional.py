@@ -302,3 +302,27 @@ def test_what_two_modules_hold_is_written_once():
     ]
     for name in names:
         torch.testing.assert_close(found.get_buffer(name), plain.get_buffer(name))
+
+
+class Rounded(nn.Module):
+    """Buffers that keep less of what is copied into them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.ones(2, 3, dtype=torch.int32))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.copy_(x.abs().amax(0))
+        self.count[:] = 9 * x
+        return x / self.scale + self.count
+
+
+def test_what_is_copied_into_another_dtype_is_cast():
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    plain, program = Rounded(), torch.export.export(Rounded(), (x,), strict=False)
+    found = functionalize(program).module()
+    assert torch.equal(found(x), plain(x))
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(found.get_buffer(name), buffer, rtol=0, atol=0)
