@@ -34,7 +34,7 @@ __all__ = [
     "refuse_gradients",
 ]
 
-_WANTS_GRADIENT = (torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
+_WANTS_GRADIENT = torch.Tensor.register_post_accumulate_grad_hook
 _gradient = cast(Any, torch.Tensor.grad)
 _USES_GRADIENT = (_gradient.__get__, _gradient.__set__)
 _STATE = ("_parameters", "_buffers", "_modules")
@@ -46,7 +46,7 @@ def refuse_gradients(func: Any, args: tuple[Any, ...]) -> None:
     Raises:
         CaptureError: it reads or changes the gradient of a tensor that may have one.
     """
-    if func in _WANTS_GRADIENT:
+    if func is _WANTS_GRADIENT:
         raise CaptureError(
             f"{func.__name__}() was called in a step function{at_user_line()}, where gradients "
             f"stay inside of compiled programs. Return the gradient from the step function: "

@@ -50,6 +50,7 @@ from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.number import NO_VALUE
+from mpxla.graph.recorder import current_recorder
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
 from mpxla.graph.tensor_places import Attribute, attributes_of
@@ -119,6 +120,13 @@ class StepSemantics(TorchFunctionMode):
                 return CONTROL_FLOW[func.name()](*args, **kwargs)
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
+        if func is torch.Tensor.retain_grad and not self.of_function[0]:
+            return self._gradients.retain(args[0])
+        if func == _GET_GRADIENT and self._gradients.is_retained(args[0]):
+            recorder = current_recorder()
+            assert recorder is not None, "a step is captured"
+            with self:
+                return self._gradients.retained(args[0], recorder.objectives)
         if not all(self.of_function):
             refuse_gradients(func, args)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
@@ -242,6 +250,8 @@ _OF_NUMBERS = frozenset(
 """They take no sizes, and nothing that is computed with a size at once."""
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _flag: Any = torch.Tensor.requires_grad
+_gradient: Any = torch.Tensor.grad
+_GET_GRADIENT = _gradient.__get__
 _GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _VERDICTS: dict[Any, Any] = {

@@ -91,11 +91,35 @@ class Gradients:
     def __init__(self, flags: Flags) -> None:
         self._flags = flags
         self._leaves: Any = WeakTensorKeyDictionary()
+        # Tensors that keep their gradient: of how many losses it is, and the gradient.
+        self._retained: Any = WeakTensorKeyDictionary()
 
     def becomes_leaf(self, tensor: torch.Tensor) -> None:
         """Says that what is computed with a tensor depends on it from here on, not before."""
         if tensor.is_floating_point() and not tensor.requires_grad:
             self._leaves[tensor] = LEAF(tensor)
+
+    def retain(self, tensor: torch.Tensor) -> None:
+        """Does what `retain_grad()` does; leaves keep their gradient anyway."""
+        if not tensor.requires_grad:
+            raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
+        if not tensor.is_leaf:
+            self._retained[tensor] = 0, None
+
+    def is_retained(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is no parameter, and keeps its gradient."""
+        return tensor in self._retained
+
+    def retained(self, tensor: torch.Tensor, losses: Sequence[torch.Tensor]) -> Any:
+        """The gradient of a tensor after the backwards of some losses; None without a part in them.
+
+        As the value of `torch.autograd.grad`: that of the whole step comes later.
+        """
+        if self._retained[tensor][0] != len(losses):
+            own = [loss for loss in losses if loss.requires_grad]
+            found = torch.autograd.grad(own, tensor, retain_graph=True, allow_unused=True)[0]
+            self._retained[tensor] = len(losses), found
+        return self._retained[tensor][1]
 
     def is_outside(self, outputs: Any) -> bool:
         """Whether what a function of the user's differentiates was made before, in the step."""

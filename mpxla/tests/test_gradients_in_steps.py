@@ -3,6 +3,8 @@
 All cases run one step in the stages of one process; one trains on two ranks as well.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -366,6 +368,43 @@ def test_training_on_two_ranks():
     assert ranks[0][0] == pytest.approx(losses, rel=1e-4)
     held = merged([part for _, part in ranks])
     torch.testing.assert_close(held, parameters, rtol=1e-4, atol=1e-6)
+
+
+def saliency(model, x, backward):
+    """What a tensor in the middle has as a gradient, after a backward and after another one."""
+    hidden = torch.tanh(model.enter(x))
+    middle = hidden + model.block(hidden)
+    hidden.retain_grad()
+    middle.retain_grad()
+    scores = model.leave(middle)
+    assert middle.grad is None
+    backward(scores.square().mean())
+    first = hidden.grad * hidden
+    backward(scores.sin().sum())
+    return first, hidden.grad, middle.grad
+
+
+def retained():
+    """Gradients that tensors keep in a step, and those of the weights; then the plain ones."""
+    import mpxla as smp
+
+    torch.set_default_dtype(torch.float64)
+    smp.init({"microbatches": 1})
+    torch.manual_seed(5)
+    raw, x = Net(), torch.randn(4, 4)
+    plain = copy.deepcopy(raw)
+    wanted = saliency(plain, x, lambda loss: loss.backward(retain_graph=True))
+    wanted = [*(value.detach() for value in wanted), *(p.grad for p in plain.parameters())]
+    model = smp.DistributedModel(raw)
+    step = smp.step(lambda model, x: saliency(model.module, x, model.backward))
+    found = [value.reduce_mean() for value in step(model, x)]
+    return wanted, [*found, *(p.grad.cpu() for p in model.local_parameters())]
+
+
+@pytest.mark.ranks
+def test_tensors_keep_their_gradient_when_asked_to():
+    ((wanted, found),) = run_ranks(retained, 1, timeout_s=200)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 def masks():
