@@ -14,6 +14,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit._state import _enabled as jit_state  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
 
@@ -182,6 +183,12 @@ class StepSemantics(TorchFunctionMode):
         if func in _VERDICTS:
             return self._verdict(_VERDICTS[func], args, kwargs)
         func = CAPTURED_FUNCTIONS.get(func, func)
+        if torch.is_grad_enabled() or not args or not isinstance(args[0], FakeTensor):
+            return self._called(func, args, kwargs)
+        with _known_as_before(args[0]):
+            return self._called(func, args, kwargs)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], torch.Tensor) and self.constants.has_value(args[0]):
             return self.writes.call(func, args, kwargs)
         if self.of_function[0]:  # whose graph is another one: no question can be a result there
@@ -215,6 +222,21 @@ class StepSemantics(TorchFunctionMode):
         """
         owners = {_memory(copy): own for own, copy in self._on_host.values()}
         return [owners.get(_memory(value), value) for value in values]
+
+
+@contextlib.contextmanager
+def _known_as_before(tensor: torch.Tensor) -> Generator[None]:
+    """Keeps what is known of a tensor through a call that gives the tensor itself, unwritten.
+
+    `loss.float()` of a float is the loss. Under `torch.no_grad()` the tracer would take it for what
+    was computed there from here on, of which there is no gradient.
+    """
+    mode: Any = get_proxy_mode()
+    known = None if mode is None else mode.tracer.tensor_tracker
+    before, version = None if known is None else known.get(tensor), tensor._version
+    yield
+    if known is not None and before is not None and tensor._version == version:
+        known[tensor] = before
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.tests.graph.test_capture import capture, outputs_of
+from mpxla.graph.stepgraph import OutputKind
+from mpxla.tests.graph.test_capture import backward, capture, outputs_of
 
 pytestmark = pytest.mark.unit
 
@@ -110,3 +111,33 @@ def test_copies_of_modules_are_apart_from_them():
 def test_nested_tensors_are_refused(make):
     with pytest.raises(CaptureError, match=r"nested tensor is made .*_functions\.py.*pad_sequence"):
         capture(nn.Linear(6, 4), lambda leaves: make([leaves[0][:1], leaves[0]]))
+
+
+def seen_only(model, hidden):
+    with torch.no_grad():
+        model.seen.add_(hidden.float().mean() + hidden.contiguous().std())
+    return hidden
+
+
+def kept(model, hidden):
+    with torch.no_grad():
+        hidden = hidden.to(torch.float32)
+        model.seen.add_(hidden.clone().mul_(2).mean())
+    return hidden
+
+
+@pytest.mark.parametrize("function", [seen_only, kept])
+def test_what_gives_the_tensor_itself_without_gradients_keeps_its_gradient(function):
+    """`hidden.float()` of floats."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 6), torch.randn(4, 6)
+    model.register_buffer("seen", torch.zeros(()))
+
+    def loss(leaves):
+        return function(model, model(leaves[0]).tanh()).square().sum()
+
+    step = capture(model, lambda leaves: backward(loss(leaves)))
+    expected = torch.autograd.grad(loss([x]), model.parameters())
+    roles = [role.kind for _, role in step.ends]
+    objective = outputs_of(step, model, [x])[roles.index(OutputKind.OBJECTIVE)]
+    torch.testing.assert_close(torch.autograd.grad(objective, model.parameters()), expected)
