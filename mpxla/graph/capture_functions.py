@@ -318,32 +318,7 @@ def _full(full: Callable[..., Any], empty: Callable[..., Any], place: int) -> Ca
     return filled
 
 
-def _scaled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function that multiplies its second argument by a number, also by one that was read."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) < 2 or not is_number(kwargs.get(name)):
-            return function(*args, **kwargs)
-        factor = kwargs.pop(name)
-        first, second, *others = args
-        return function(first, second * factor, *others, **kwargs)
-
-    return call
-
-
-_WITH_FACTORS = {
-    **dict.fromkeys(("add", "sub", "subtract"), "alpha"),
-    **dict.fromkeys(("addcmul", "addcdiv"), "value"),
-}
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    **{
-        function: _scaled(function, factor)
-        for name, factor in _WITH_FACTORS.items()
-        for function in (
-            *(getattr(torch, name), getattr(torch.Tensor, name)),
-            getattr(torch.Tensor, f"{name}_"),
-        )
-    },
     torch.scalar_tensor: _of_data(torch.scalar_tensor),
     torch.full: _full(torch.full, torch.empty, 1),
     torch.full_like: _full(torch.full_like, torch.empty_like, 1),

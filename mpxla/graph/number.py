@@ -77,7 +77,8 @@ class Number:
         read = next((leaf for leaf in leaves if issubclass(type(leaf), NumberRead)), None)
         if read is not None and (func in _COUNTING or (func in _INDEXING and has_number(args[1]))):
             raise read.needed(func.__name__)
-        args, kwargs = pytree.tree_map(as_tensor, (tuple(args), kwargs or {}))
+        args, kwargs = _without_factor(func, args, kwargs or {})
+        args, kwargs = pytree.tree_map(as_tensor, (args, kwargs))
         try:
             return func(*args, **kwargs)
         except TypeError as error:
@@ -233,6 +234,20 @@ def extreme_number(function: Callable[..., Any], is_max: bool, first: Any, secon
     return _made(torch.where(is_better, other, one), function, first, second)
 
 
+def _without_factor(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the second one times a factor that stands for a number, if there is one.
+
+    `torch.add(x, y, alpha=2)` takes Python's numbers only.
+    """
+    factor = kwargs.get(_FACTORS.get(func.__name__.strip("_"), ""))
+    if not is_number(factor) or len(args) < 2:
+        return tuple(args), kwargs
+    first, second, *others = args
+    return (first, second * factor, *others), {k: v for k, v in kwargs.items() if v is not factor}
+
+
 def is_number(value: Any) -> bool:
     """Whether it stands for a Python number; it looks like one to `isinstance`."""
     return issubclass(type(value), Number)
@@ -288,6 +303,12 @@ def _exact_dtype(dtype: torch.dtype, tensors: list[torch.Tensor]) -> torch.dtype
 _EXACT = frozenset(
     prefix + name for name in ("add", "sub", "mul", "truediv", "div") for prefix in ("", "r", "i")
 )
+
+
+_FACTORS = {
+    **dict.fromkeys(("add", "sub", "subtract"), "alpha"),
+    **dict.fromkeys(("addcmul", "addcdiv"), "value"),
+}
 
 
 def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
