@@ -159,7 +159,8 @@ def reduce_in_groups(transport):
         own.reverse()  # groups do not wait for each other
     handles = {}
     for group in own:
-        handles[group] = transport.all_reduce(torch.full((2, 3), 10.0**transport.rank), group)
+        term = torch.full((2, 3), 10.0**transport.rank)
+        handles[group] = transport.all_reduce(term, group, is_spent=0 in group)
     return {group: handle.result()[1, 2].item() for group, handle in handles.items()}
 
 

@@ -120,7 +120,9 @@ class ThreadTransport:
     def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
         """Nothing has to be readied; see `Transport.prepare`."""
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+    def all_reduce(
+        self, tensor: torch.Tensor, ranks: Group, is_spent: bool = False
+    ) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
         check_summable(tensor)
         return self._meet("all_reduce", self._own_copy(tensor), ranks, _sum_everywhere)
