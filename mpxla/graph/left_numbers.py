@@ -18,9 +18,10 @@ from torch import nn
 
 from mpxla.graph.capture_attributes import CONTAINERS, AttributeLog, is_simple
 from mpxla.graph.container_state import entry, refill
-from mpxla.graph.number import is_number
-from mpxla.graph.plain import MISSING, Change, Read
+from mpxla.graph.number import Number, is_number
+from mpxla.graph.plain import MISSING, SIMPLE, Change, Read
 from mpxla.graph.recorded import Before, Recorded, is_recordable
+from mpxla.graph.user_code import AgainError
 
 __all__ = ["RecordRead", "StandIns", "is_plain_number", "numbers_left"]
 
@@ -132,11 +133,44 @@ def _in_container(read: Read, held: Mapping[int, Any]) -> list[LeftNumber]:
     for key, value in now.items() if isinstance(now, dict) else enumerate(now):
         old = before.get(key, MISSING) if isinstance(before, dict) else before[key]
         part = entry(read, key, old)
+        make = _maker(now, value) if old is MISSING else None
+        if make is not None:
+            raise _NewEntryError(now, key, make)
         if isinstance(value, CONTAINERS) and value is old:
             found += _in_container(part, held)
-        elif value is not old and is_simple(old) and is_recordable(value):
+        elif value is not old and _is_plain(old) and is_recordable(value):
             found.append(_of(part, value))
     return found
+
+
+def _maker(container: Any, value: Any) -> Callable[[], Any] | None:
+    """What makes a new entry of a dictionary that every microbatch goes on with, if it is one."""
+    if type(value) is list:
+        return list if value and all(map(is_number, value)) else None
+    if type(container) is Counter:
+        return int if isinstance(value, int) else None
+    is_object = not isinstance(value, (*SIMPLE, *CONTAINERS, torch.Tensor, Number))
+    return getattr(container, "default_factory", None) if is_object else None
+
+
+class _NewEntryError(AgainError):
+    """A step makes an entry of a dictionary, to which every microbatch adds.
+
+    It is there from the start in the next capture, which then sees what is added.
+    """
+
+    def __init__(self, container: dict[Any, Any], key: Any, make: Callable[[], Any]):
+        super().__init__(key)
+        self._container, self._key, self._make = container, key, make
+
+    def prepare(self) -> None:
+        """Makes it."""
+        self._container[self._key] = self._make()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is plain data."""
+    return is_simple(value) or all(isinstance(leaf, SIMPLE) for leaf in pytree.tree_leaves(value))
 
 
 def _appended(before: Sequence[Any], now: Any) -> list[Any] | None:
@@ -190,6 +224,10 @@ class StandIns:
             elif is_plain_number(now) or now is None or now is MISSING:
                 self._given[name] = stand_in
                 read.give(stand_in)
+            elif isinstance(now, (*CONTAINERS, tuple)):  # another one is to be put there
+                given = pytree.tree_map(lambda _, value=value: Before(None, value), now)
+                self._given[name] = given
+                read.give(given)
 
     def end(self) -> None:
         """After it, also where it has raised: places are what they were."""

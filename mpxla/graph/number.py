@@ -7,13 +7,14 @@ captured again with the value, if it is known: that of an input.
 This module must not know how a step is captured or run.
 """
 
+import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
@@ -185,24 +186,32 @@ def as_float(number: "NumberRead") -> "NumberRead":
     return _made(number.tensor.double(), float, number)
 
 
-def numbers_in_math(number_of: Callable[[Any], Any]) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def numbers_in_math(number_of: Callable[[Any], Any]) -> Generator[None]:
     """Lets functions of `math` compute with numbers that were read, as tensors of 64 bits.
 
     `number_of` gives such a number in the place of what is one as well.
     """
 
-    def of_numbers(name: str) -> Callable[..., Any]:
-        own: Callable[..., Any] = getattr(math, name)
+    def of_numbers(module: Any, name: str) -> Callable[..., Any]:
+        own: Callable[..., Any] = getattr(module, name)
 
-        def function(number: Any, *others: Any) -> Any:
+        def function(number: Any, *others: Any, **named: Any) -> Any:
             number = number_of(number)
-            if others or not issubclass(type(number), NumberRead):
-                return own(number, *others)
-            return _in_math(name, number)
+            is_one = isinstance(number, np.ndarray) and number.dtype == object and not number.shape
+            given: Any = number.item() if is_one else number
+            if others or named or not issubclass(type(given), NumberRead):
+                return own(number, *others, **named)
+            return _in_math(name, given)
 
         return function
 
-    return exchanged(math, **{name: of_numbers(name) for name in _OF_MATH})
+    # Of NumPy's functions, others call methods; these know floats only.
+    with (
+        exchanged(math, **{name: of_numbers(math, name) for name in _OF_MATH}),
+        exchanged(np, **{name: of_numbers(np, name) for name in _OF_FINITE}),
+    ):
+        yield
 
 
 def _in_math(name: str, number: NumberRead) -> Any:
@@ -212,11 +221,13 @@ def _in_math(name: str, number: NumberRead) -> Any:
 
 
 _TO_INTEGERS = ("ceil", "floor", "trunc")
+_OF_FINITE = ("isfinite", "isinf", "isnan")
 _OF_MATH = {
     **{name: name for name in ("exp", "expm1", "log", "log10", "log1p", "log2", "sqrt")},
     **{name: name for name in ("cos", "sin", "tan", "atan", "cosh", "sinh", "tanh")},
     **{name: name for name in _TO_INTEGERS},
     "fabs": "abs",
+    **{name: name for name in _OF_FINITE},
 }
 """Functions of `math`, and torch's."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_MATH}

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpxla.graph.number import is_number
 from mpxla.user_lines import is_model_code
 
 __all__ = [
@@ -263,7 +264,7 @@ def change(name: str, before: Any, now: Any) -> Change | None:
         entries = cast(dict[Any, Any], before).items()
     elif isinstance(before, types.FunctionType):
         return None if _say_the_same(before, now) else Change(name, before, now)
-    elif isinstance(before, _THEMSELVES) or not bool(before == now):
+    elif is_number(before) or isinstance(before, _THEMSELVES) or not bool(before == now):
         return Change(name, before, now)
     else:
         return None

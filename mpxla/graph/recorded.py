@@ -26,9 +26,12 @@ __all__ = ["Before", "Recorded", "Recording", "is_recordable"]
 
 
 class Before(NumberRead):
-    """Stands for what is in a place before a microbatch, which the step must not go by."""
+    """Stands for what is in a place before a microbatch, which the step must not go by.
 
-    def __init__(self, name: str, tensor: torch.Tensor):
+    Without the name of a place, nothing that is left may be computed of it either.
+    """
+
+    def __init__(self, name: str | None, tensor: torch.Tensor):
         super().__init__(tensor)
         self.name = name
 
@@ -119,6 +122,8 @@ class Recording:
         if not is_number(value):
             return value
         if issubclass(type(value), Before):
+            if value.name is None:
+                raise value.needed("what it leaves")
             return _Left(value.name)
         if value.made_by is not None:
             function, of = value.made_by

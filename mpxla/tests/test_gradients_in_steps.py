@@ -388,10 +388,9 @@ def retained():
     """Gradients that tensors keep in a step, and those of the weights; then the plain ones."""
     import mpxla as smp
 
-    torch.set_default_dtype(torch.float64)
     smp.init({"microbatches": 1})
     torch.manual_seed(5)
-    raw, x = Net(), torch.randn(4, 4)
+    raw, x = Net().double(), torch.randn(4, 4, dtype=torch.float64)
     plain = copy.deepcopy(raw)
     wanted = saliency(plain, x, lambda loss: loss.backward(retain_graph=True))
     wanted = [*(value.detach() for value in wanted), *(p.grad for p in plain.parameters())]

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks
 NUM_STEPS = 3
 log, losses, windows = {}, [], {"last": deque(maxlen=3)}
 sums = {"norm": 0.0, "count": 0, "nested": [0.0]}
+history, tally, state = defaultdict(list), Counter(), {}
 total = 0.0
 
 
@@ -35,6 +36,9 @@ class Meter:
         self.sum += value * count
         self.count += count
         self.avg = self.sum / self.count
+
+
+meters = defaultdict(Meter)
 
 
 class Net(nn.Module):
@@ -90,6 +94,14 @@ class Net(nn.Module):
         sums["count"] += len(h)
         sums["nested"][0] += norm
 
+    def in_new_entries(self, h, norm):
+        history["norms"].append(norm)
+        meters["norm"].update(norm, len(h))
+        tally["calls"] += 1
+        state.setdefault("means", []).append(h.mean().item())
+        state["last"] = {"norm": norm, "calls": tally["calls"]}
+        state["pair"] = (norm, "text")
+
     def beside_a_counter(self, h, norm):
         self.num_calls += 1
         self.norm = norm / self.num_calls
@@ -126,6 +138,8 @@ def raw_model(kind):
     windows["last"].clear()
     total = 0.0
     sums.update(norm=0.0, count=0, nested=[0.0])
+    for container in (history, tally, state, meters):
+        container.clear()
     torch.manual_seed(3)
     return Net(kind)
 
@@ -135,7 +149,10 @@ def values_of(model):
         "latest norm total ema num_calls history window stats nested by_name slow is_large fresh"
     )
     values = [getattr(model, name, None) for name in names.split()]
-    return repr([values, vars(model.meter), log, losses, windows, total, sums])
+    values = repr(
+        [values, vars(model.meter), log, losses, windows, total, sums, history, tally, state]
+    )
+    return values + repr([vars(meter) for meter in meters.values()])
 
 
 def train_plainly(kind):
@@ -155,7 +172,7 @@ def train(keys, kinds):
 @pytest.mark.parametrize(
     ("kinds", "stages"),
     [
-        (["in_containers", "beside_a_counter", "counted_in_globals"], 2),
+        (["beside_a_counter", "counted_in_globals", "in_new_entries"], 2),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )
@@ -190,6 +207,10 @@ class Deciding(nn.Module):
             h = h / (1 + sum(self.norms))
         elif self.kind == "compared" and self.ema > 1.5:
             h = 2 * h
+        elif self.kind == "replaced":
+            old = state["last"]["norm"] if "last" in state else 0.0
+            state["last"] = {"norm": 0.5 * old + norm}
+            return h
         if self.kind == "shortened":
             self.norms.append(norm)
             if len(self.norms) > 3:
@@ -212,6 +233,11 @@ def decide(kinds):
             found[kind] = str(error), raw.ema, raw.norms
         smp.shutdown()
     return found
+
+
+def test_a_number_in_what_is_replaced_is_refused_where_the_step_goes_by_it():
+    (found,) = run_ranks(decide, 1, ["replaced"])
+    assert "computes with state['last'], and gives it a number" in found["replaced"][0]
 
 
 @pytest.mark.parametrize(
