@@ -117,6 +117,13 @@ class Contents:
         if tensor.is_leaf:
             self._note_read(tensor, tensor)
         base = tensor._base
+        detached = tensor if base is None else base
+        if detached in self.origins and not detached.is_leaf:
+            raise CaptureError(
+                f"The step function uses a detached tensor to which it has written a value with a "
+                f"gradient{at_user_line()}. Write to a copy (x.detach().clone()), or write "
+                f"value.detach()."
+            )
         if base is not None and base.is_leaf and base in self._data:
             raise CaptureError(
                 f"The step function uses a view of a parameter that it has written to since it "

@@ -307,6 +307,7 @@ def traceable(
         attributes_kept(model, gone),
         _fake_state(model, fake_mode, trained) as attributes,
         host_autocast(),
+        _inference_without_gradients(),
         _numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
         exchanged(jit_state, enabled=False),  # nor does `torch.jit.script` compile: not our `math`
@@ -324,6 +325,20 @@ def traceable(
         static_transformers(),
     ):
         yield attributes
+
+
+def _inference_without_gradients() -> contextlib.AbstractContextManager[None]:
+    """Makes regions of `torch.inference_mode()` ones of `torch.no_grad()`, which export records."""
+    entered: list[torch.set_grad_enabled] = []
+
+    def enter(self: torch.inference_mode) -> None:
+        entered.append(torch.set_grad_enabled(not self.mode))
+
+    def leave(self: torch.inference_mode, *error: Any) -> None:
+        entered.pop().__exit__(*error)
+
+    kind: Any = torch.inference_mode
+    return exchanged(kind, __enter__=enter, __exit__=leave)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _find_users(module.graph)
-            _cast_copies(module.graph)
+            _fit_copies(module.graph)
     # In a region of the caller's, torch casts arguments while the program runs again.
     if not active_autocast() and _replace_undecided(program.graph_module):
         return program
@@ -75,18 +75,24 @@ def _find_users(graph: fx.Graph) -> None:
             used.users.setdefault(node)
 
 
-def _cast_copies(graph: fx.Graph) -> None:
-    """Casts what is copied into tensors of another dtype: torch 2.9 and 2.13 forget it there, and a
-    buffer would become what it is given.
+def _fit_copies(graph: fx.Graph) -> None:
+    """Casts and expands what is copied into tensors of another dtype or shape: torch 2.9 and 2.13
+    forget it there, and a buffer would become what it is given.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         copied = arguments_of(node)[1]
         to, value = (v.meta.get("val") for v in arguments_of(node)[:2])
-        if isinstance(to, torch.Tensor) and value.dtype != to.dtype:
-            with graph.inserting_before(node):
-                cast = graph.call_function(_aten.to.dtype, (copied, to.dtype))
-            cast.meta = {**origin_of(node, "custom"), "val": value.to(to.dtype)}
-            node.update_arg(1, cast)
+        if not isinstance(to, torch.Tensor):
+            continue
+        with graph.inserting_before(node):
+            if value.dtype != to.dtype:
+                copied = graph.call_function(_aten.to.dtype, (copied, to.dtype))
+                value = value.to(to.dtype)
+                copied.meta = {**origin_of(node, "custom"), "val": value}
+            if value.shape != to.shape:
+                copied = graph.call_function(_aten.expand.default, (copied, to.shape))
+                copied.meta = {**origin_of(node, "custom"), "val": value.expand(to.shape)}
+        node.update_arg(1, copied)
 
 
 def _replace_undecided(module: fx.GraphModule) -> bool:

@@ -4,6 +4,7 @@
 each node, with a function of one purpose for each operator. They must not know about stages.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -90,18 +91,28 @@ def keep_gradient_barriers(module: fx.GraphModule) -> None:
     Functionalization inlines such regions. A region without gradients would lose that meaning, so
     its outputs get an explicit `detach`.
     """
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    _detach_regions(module, any(has_writes(graph) for graph in graphs))
+
+
+def _detach_regions(module: fx.GraphModule, are_written: bool) -> None:
     for node in list(module.graph.nodes):
         body = _body_of(node)
         if body is not None:
-            keep_gradient_barriers(body)
+            _detach_regions(body, are_written)
             is_gradless = str(node.target) == "wrap_with_set_grad_enabled"
             if is_gradless and arguments_of(node)[0] is False:
-                _detach_outputs(body)
+                _detach_outputs(body, are_written)
 
 
-def _detach_outputs(body: fx.GraphModule) -> None:
+def _detach_outputs(body: fx.GraphModule, are_written: bool) -> None:
     graph = body.graph
     output = graph.output_node()
+    memories = Counter(
+        _memory_of(value)
+        for node in (*graph.find_nodes(op="placeholder"), *output.all_input_nodes)
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+    )
 
     def detach(value: fx.Node) -> fx.Node:
         fake = value.meta.get("val")
@@ -109,11 +120,19 @@ def _detach_outputs(body: fx.GraphModule) -> None:
             return value
         with graph.inserting_before(output):
             node = graph.call_function(_aten.detach.default, (value,))
-        node.meta = dict(value.meta)
+            node.meta = dict(value.meta)
+            if are_written and memories[_memory_of(fake)] == 1:
+                # What is written to it later has a gradient, which a view by `detach` would lose.
+                node = graph.call_function(_aten.clone.default, (node,))
+                node.meta = dict(value.meta)
         return node
 
     output.args = fx.map_arg(output.args, detach)
     body.recompile()
+
+
+def _memory_of(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def has_writes(graph: fx.Graph) -> bool:

@@ -34,6 +34,23 @@ def to_data(model, y):
     return y
 
 
+def added(model, y):
+    with torch.no_grad():
+        y.add_(1).sub_(y.mean(), alpha=2)
+        model.last.weight.add_(model.last.bias.mean(), alpha=0.1)
+    y.data.addcmul_(y.data, y.data, value=0.1)
+    y.detach().add_(model.first.bias)
+    model.last.bias.data.sub_(0.1)
+    return y
+
+
+def copied_widely(model, y):
+    """What is copied is wider or narrower in its shape or dtype."""
+    model.scale.copy_(y[0, :1].detach().double())
+    y.data[1:].copy_(y.data[0])
+    return y * model.scale
+
+
 def other_data(model, y):
     """As the activations of binary networks do it."""
     y.data = y.data.sign()
@@ -50,7 +67,16 @@ def buffers(model, y):
     return y * model.scale + model.shift
 
 
-FUNCTIONS = [under_no_grad, to_views, to_data, other_data, detached_in_place, buffers]
+FUNCTIONS = [
+    under_no_grad,
+    to_views,
+    to_data,
+    added,
+    copied_widely,
+    other_data,
+    detached_in_place,
+    buffers,
+]
 
 
 class Model(nn.Module):
@@ -101,7 +127,7 @@ def train(num_stages, functions):
 @pytest.mark.parametrize(
     ("num_stages", "functions"),
     [
-        (1, [under_no_grad, other_data, buffers]),
+        (1, [under_no_grad, added, copied_widely, other_data, buffers]),
         *(pytest.param(stages, FUNCTIONS, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )

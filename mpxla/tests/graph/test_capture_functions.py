@@ -126,9 +126,28 @@ def kept(model, hidden):
     return hidden
 
 
-@pytest.mark.parametrize("function", [seen_only, kept])
-def test_what_gives_the_tensor_itself_without_gradients_keeps_its_gradient(function):
-    """`hidden.float()` of floats."""
+def written_later(model, hidden):
+    with torch.no_grad():
+        scale = hidden.sin()
+        seen = model.seen.view(1)
+    scale.mul_(model.bias)
+    seen.add_(1)
+    return hidden * scale * model.seen
+
+
+@torch.inference_mode()
+def inferred(model, hidden):
+    seen = hidden.mean() + model.bias.sum()
+    with torch.inference_mode(False):
+        return hidden * model.bias + seen
+
+
+@pytest.mark.parametrize("function", [seen_only, kept, written_later, inferred])
+def test_what_is_done_without_gradients_leaves_those_of_the_rest(function):
+    """Calls that give the tensor itself (`hidden.float()` of floats), later writes, inference.
+
+    Each loss is computed from the buffer's first value.
+    """
     torch.manual_seed(0)
     model, x = nn.Linear(6, 6), torch.randn(4, 6)
     model.register_buffer("seen", torch.zeros(()))
@@ -138,6 +157,18 @@ def test_what_gives_the_tensor_itself_without_gradients_keeps_its_gradient(funct
 
     step = capture(model, lambda leaves: backward(loss(leaves)))
     expected = torch.autograd.grad(loss([x]), model.parameters())
+    model.seen.zero_()
     roles = [role.kind for _, role in step.ends]
     objective = outputs_of(step, model, [x])[roles.index(OutputKind.OBJECTIVE)]
     torch.testing.assert_close(torch.autograd.grad(objective, model.parameters()), expected)
+
+
+def test_detached_tensors_with_a_gradient_of_what_was_written_are_refused():
+    def loss(model, leaves):
+        detached = model(leaves[0]).detach()
+        detached.mul_(model.bias)
+        return backward(detached.sum())
+
+    model = nn.Linear(6, 6)
+    with pytest.raises(CaptureError, match=r"detached tensor .*_functions\.py.*detached\.sum\(\)"):
+        capture(model, lambda leaves: loss(model, leaves))
