@@ -105,7 +105,7 @@ def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
     is_float = jnp.issubdtype(x.dtype, jnp.floating)  # NumPy does not know bfloat16 for one
     if is_float and dtype.kind in "iu" and dtype.itemsize < 4:
         return x.astype(np.int64).astype(dtype)
-    if x.dtype.kind == "c" and dtype.kind != "c":
+    if x.dtype.kind == "c" and dtype.kind not in "cb":
         x = x.real
     return x.astype(dtype)
 

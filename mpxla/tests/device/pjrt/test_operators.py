@@ -4,11 +4,14 @@ import functools
 import inspect
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
 from mpxla.device.pjrt import operators
 from mpxla.device.pjrt.graphs import decompositions
+from mpxla.device.pjrt.operators.views import convert
 from mpxla.device.pjrt.table import FUNCTIONS, RANDOM, implements, operator_of
 from mpxla.tests.device.pjrt.operator_calls import Call, record
 from mpxla.tests.device.pjrt.operator_checks import differences, run
@@ -277,3 +280,8 @@ def test_a_permutation_and_a_choice_without_repetition():
 
 def test_functions_of_random_operators_take_a_key_first():
     assert all(next(iter(inspect.signature(f).parameters)) == "key" for f in RANDOM.values())
+
+
+def test_imaginary_numbers_are_true():
+    numbers = np.array([0, 2j, 1], np.complex64)
+    assert convert(jnp.asarray(numbers), np.dtype(bool)).tolist() == numbers.astype(bool).tolist()
