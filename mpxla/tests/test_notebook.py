@@ -74,7 +74,7 @@ def cells():
 def an_error():
     """What a cell says whose step cannot be captured."""
     notebook = Notebook()
-    for cell in (START, MODEL, STEP.format(factor="float(model(inputs).sum())")):
+    for cell in (START, MODEL, STEP.format(factor="abs(complex(model(inputs).sum()))")):
         notebook.run(cell)
     try:
         notebook.run(TRAIN)
@@ -84,7 +84,7 @@ def an_error():
 
 def test_an_error_names_the_cells_line():
     (text,) = run_ranks(an_error, 1)
-    assert "at <ipython-input-3>:4: loss = float(model(inputs).sum()) * model(" in text
+    assert "at <ipython-input-3>:4: loss = abs(complex(model(inputs).sum())) * model(" in text
 
 
 def plainly(factor):

@@ -40,9 +40,9 @@ def counted(transport, name):
     """Records the calls of a transport's method."""
     calls, original = [], getattr(transport, name)
 
-    def count(tensor, *rest):
+    def count(tensor, *rest, **named):
         calls.append(backend_here().spec(tensor))
-        return original(tensor, *rest)
+        return original(tensor, *rest, **named)
 
     setattr(transport, name, count)
     return calls
@@ -162,7 +162,7 @@ def order_of_events(is_overlapping):
 
     Executor._run_backward = run_backward
     reduce, link = transport().all_reduce, transport()
-    link.all_reduce = lambda tensor, ranks: events.append("reduce") or reduce(tensor, ranks)
+    link.all_reduce = lambda *terms, **named: events.append("reduce") or reduce(*terms, **named)
     train(model, torch.ones(4, 8))
     Executor._run_backward = original
     return events
