@@ -10,7 +10,7 @@ This module must not know how captures are judged.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.utils._pytree as pytree
@@ -42,6 +42,11 @@ class RecordRead(Read):
     is_more: bool = False
     recorded: Recorded | None = None
     first: Recorded | None = None
+
+    @classmethod
+    def of(cls, read: Read, is_more: bool = False) -> Self:
+        """The place of another read."""
+        return cls(read.name, read.value, read.now, read.names, read.put, is_more)
 
     def change(self) -> Change | None:
         """Whether the program cannot go on from what is there."""
@@ -113,8 +118,7 @@ def numbers_left(
 
 
 def _of(read: Read, value: Any, is_more: bool = False) -> LeftNumber:
-    own = RecordRead(read.name, read.value, read.now, read.names, read.put, is_more)
-    return LeftNumber(own, value)
+    return LeftNumber(RecordRead.of(read, is_more), value)
 
 
 def _in_container(read: Read, held: Mapping[int, Any]) -> list[LeftNumber]:

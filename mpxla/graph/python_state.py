@@ -22,7 +22,7 @@ This module must not know how steps are run.
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
 from mpxla.graph.plain import Change, Read, plain
+from mpxla.graph.recorded import Recorded
 from mpxla.graph.stepgraph import InputKind, StepGraph
 from mpxla.graph.user_code import AgainError, UndecidedError, ValueNeededError
 
@@ -72,6 +73,22 @@ __all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
 _FOUND_AGAIN = ("problem_type",)
 """Attributes that a function sets to what it would find again by the same inputs: losses of
 transformers do. To capture all their classifiers twice would tell nothing."""
+
+
+class _Everything(Collection[str]):
+    """All names."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("there are too many")
+
+    def __len__(self) -> int:
+        raise TypeError("there are too many")
+
+
+_EVERYTHING = _Everything()
 
 
 @dataclass(frozen=True)
@@ -122,6 +139,16 @@ class Attempt:
         containers = (*self.outer, *(read for read, _ in self.log.filled()))
         found = {entry.name: entry for read in containers for entry in changed_entries(read, names)}
         return {name: entry for name, entry in found.items() if name not in self.log.counted}
+
+    def counted(self) -> dict[str, Read]:
+        """Numbers that it has changed, and others in their containers: all count there."""
+        found = self.numbers(())
+        for read in (*self.outer, *(read for read, _ in self.log.filled())):
+            entries = {entry.name: entry for entry in changed_entries(read, _EVERYTHING)}
+            if not found.keys().isdisjoint(entries):
+                known = self._told_apart(entries)
+                found |= {n: e for n, e in known.items() if as_count(n, e.value)}
+        return found
 
     def begun(self) -> dict[str, Read]:
         """Places that have a number since the step has run, and had none."""
@@ -185,6 +212,7 @@ class PythonState:
     Attributes:
         contents: gets containers that a capture reads, with what they hold before.
         held: gets objects whose attributes captures may read.
+        is_trial: whether captures are not to be used, and leave nothing.
     """
 
     def __init__(self, outside: Collection[str] = ()) -> None:
@@ -193,6 +221,7 @@ class PythonState:
         self._followed: dict[str, FollowedRead] = {}
         self._of_model: set[str] = set()
         self._may_count = True
+        self.is_trial = False
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
 
@@ -229,10 +258,16 @@ class PythonState:
         """
         while True:
             try:
-                return self._found(capture)
+                found = self._found(capture)
+                if found[0].is_question or self.is_trial:  # the whole step comes after it
+                    self._restart()
+                return found
             except AgainError as error:
                 self._restart()
                 error.prepare()
+            except BaseException:
+                self._restart()
+                raise
             finally:
                 self.contents.clear()  # parameters cannot move while a copy has weak references
 
@@ -284,9 +319,13 @@ class PythonState:
 
     def _restart(self) -> None:
         """Before another capture: containers, and what is followed, are what they were."""
+        self._refill()
+        self.contents.clear()
+
+    def _refill(self) -> None:
+        """The same, where stand-ins are put into containers before their contents are noted."""
         for container, content in reversed(self.contents):
             refill(container, content)
-        self.contents.clear()
         for read in self._followed.values():  # numbers without values were read there
             read.give(read.value)
 
@@ -294,7 +333,7 @@ class PythonState:
         self, first: Attempt, capture: Callable[..., Attempt]
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
-        first, records = self._recorded(first, capture)
+        first, records = self._recorded(first, capture, () if self._may_count else None)
         capture = partial(capture, records)
         changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
         changed = {name: read for name, read in changed.items() if name not in records}
@@ -303,27 +342,33 @@ class PythonState:
             own = [read for read in own if not _is_mode(read.name)]
         known, filled = kept([*outer, *own])
         reads = [*known, *self._followed.values(), *records.values()]
-        left, self._left = first.left(), first.log.left_carried()
+        is_question = first.step.is_question  # which leaves nothing
+        left, self._left = [] if is_question else first.left(), first.log.left_carried()
         try:
             once, counts = self._once(first, changed, capture) if changed else ([], set())
         except _CacheError:
-            _warn_of(filled)
+            if not is_question:
+                _warn_of(filled)
             return first.step, [*reads, *changed.values()]
         finally:
             restore(first.log, first.outer)
         _refuse_carried(first, capture)
         memos = self._memos(first, capture)
-        _warn_of([read for read in filled if read.name not in memos])
+        if not is_question:
+            _warn_of([read for read in filled if read.name not in memos])
         reads += [_as_it_is(read) for read in filled if read.name in memos]
-        if not once:
+        if not once and not is_question:
             first.log.warn(name for name in changed if name in counts)
         self._left += left
         return first.step, [*reads, *once]
 
     def _recorded(
-        self, first: Attempt, capture: Callable[..., Attempt]
+        self, first: Attempt, capture: Callable[..., Attempt], counts: Iterable[Read] | None
     ) -> tuple[Attempt, dict[str, RecordRead]]:
         """Captures with stand-ins in the places that get numbers which the model has computed.
+
+        So it does with `counts`, places of numbers that the step only changes, if it does not go by
+        them; None stands for all that are no inputs.
 
         Returns:
             The capture to go on with, and the places with what is recorded there.
@@ -333,16 +378,27 @@ class PythonState:
         """
         found = {one.name: one for one in first.step.recorded}
         computed = {name: read for name, read in first.computed.items() if name in found}
-        if not any(map(first.log.is_read, computed)):
+        changing = first.numbers(()).keys()
+        counts = first.counted().values() if counts is None else counts
+        counted = {read.name: RecordRead.of(read) for read in counts}
+        if not counted and not any(map(first.log.is_read, computed)):
             return first, {n: replace(r, recorded=found[n]) for n, r in computed.items()}
         restore(first.log, first.outer)
-        self._restart()
+        self._refill()
         try:
-            again = capture(computed)
+            again = capture(computed | counted)
         except Exception:  # of stand-ins, which Python needs the values of
             again = None
         later = {} if again is None else {one.name: one for one in again.step.recorded}
-        if again is None or later.keys() != found.keys() or not _is_same(first.step, again.step):
+        stays = {n: Recorded.as_before(n) for n in counted.keys() - changing}
+        later = stays | later
+        names = found.keys() | counted.keys()
+        is_same = again is not None and later.keys() == names and _is_same(first.step, again.step)
+        if counted and not is_same:  # it goes by some
+            if again is not None:
+                restore(again.log, again.outer)
+            return self._recorded(capture(), capture, ())
+        if again is None or not is_same:
             names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")
             hint = _SHORTENED if any(computed[name].is_more for name in names) else ""
@@ -353,7 +409,7 @@ class PythonState:
             )
         first.log.warn(name for name in computed if not found[name].is_like(later[name]))
         records: dict[str, RecordRead] = {}
-        for name, read in computed.items():
+        for name, read in (computed | counted).items():
             is_first = not (read.is_more or is_plain_number(read.value))
             known = found[name] if is_first else None
             records[name] = replace(read, recorded=later[name], first=known)

@@ -14,7 +14,7 @@ This module must not know how a step is captured or run, nor where things are le
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
@@ -69,6 +69,11 @@ class Recorded:
 
     name: str
     value: Any
+
+    @classmethod
+    def as_before(cls, name: str) -> Self:
+        """What stays as it is."""
+        return cls(name, _Left(name))
 
     @property
     def goes_on(self) -> bool:

@@ -100,9 +100,11 @@ class Tracing:
 
     def _find_masks_that_decide(self, signature: Signature, drawer: Drawer | None) -> None:
         """Goes through the whole function, before the first question, which is only a part."""
+        self.state.is_trial = True
         for guess in (Guess(False), Guess(True)):
             with contextlib.suppress(Exception):  # a way that is not to be taken may raise
                 self._with_few_draws(replace(signature, answers=(guess,)), drawer)
+        self.state.is_trial = False
 
     def _with_few_draws(self, signature: Signature, drawer: Drawer | None) -> Traced:
         """Scalars that torch draws are inputs only where nothing else will do."""
