@@ -30,8 +30,10 @@ __all__ = [
 _FILLING = 0.5
 
 
-def changed_entries(read: Read, names: Collection[str]) -> list[Read]:
-    """Plain values of a container, and of those in it, that have changed, or have such names."""
+def changed_entries(read: Read, names: Collection[str] | None) -> list[Read]:
+    """Plain values of a container, and of those in it, that have changed, or have such names; for
+    None all.
+    """
     before, now = read.value, read.now()
     if type(now) not in PLAIN_CONTAINERS or not isinstance(before, (dict, list)):
         return []
@@ -49,7 +51,8 @@ def changed_entries(read: Read, names: Collection[str]) -> list[Read]:
         if isinstance(value, (dict, list)):
             found += changed_entries(part, names)
         elif is_simple(value) and is_simple(last):
-            found += [part] if part.name in names or change("", value, last) else []
+            is_meant = names is None or part.name in names
+            found += [part] if is_meant or change("", value, last) else []
     return found
 
 

@@ -14,15 +14,15 @@ the first capture has left, to see whether that matters:
 
 Tensors in attributes of modules are carried, as buffers are (`carried.py`).
 
-Where the function also branches on values of the model, nothing is followed.
+Where the function also branches on values of the model, nothing is followed; what it only counts is
+left as numbers of the model are (`recorded.py`).
 
 This module must not know how steps are run.
 """
 
 import copy
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,11 +33,10 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import lines_of
+from mpxla.graph.attempt import Attempt, is_changed, is_state, restore
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
     MODE,
-    AttributeLog,
-    is_simple,
     kept,
     note_content,
     refusal,
@@ -45,7 +44,6 @@ from mpxla.graph.capture_attributes import (
 )
 from mpxla.graph.carried import FormError
 from mpxla.graph.container_state import (
-    changed_entries,
     has_no_others,
     is_as_left,
     refill,
@@ -58,7 +56,6 @@ from mpxla.graph.counted import (
     FollowedRead,
     LeftRead,
     StateRead,
-    as_count,
 )
 from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
@@ -68,122 +65,7 @@ from mpxla.graph.recorded import Recorded
 from mpxla.graph.stepgraph import InputKind, StepGraph
 from mpxla.graph.user_code import AgainError, UndecidedError, ValueNeededError
 
-__all__ = ["Attempt", "OnceRead", "PythonState", "restore"]
-
-_FOUND_AGAIN = ("problem_type",)
-"""Attributes that a function sets to what it would find again by the same inputs: losses of
-transformers do. To capture all their classifiers twice would tell nothing."""
-
-
-class _Everything(Collection[str]):
-    """All names."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("there are too many")
-
-    def __len__(self) -> int:
-        raise TypeError("there are too many")
-
-
-_EVERYTHING = _Everything()
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One capture.
-
-    Attributes:
-        step: the graph.
-        own_reads: what it depends on of attributes, as far as it has not changed it.
-        log: what it did with attributes.
-        outer: what it names of globals and closures, but for those that are inputs.
-        computed: places to which it has given numbers that the model computes, by name.
-        given: those with numbers that follow from inputs alone.
-    """
-
-    step: StepGraph
-    own_reads: list[Read]
-    log: AttributeLog
-    outer: list[Read]
-    computed: dict[str, RecordRead]
-    given: dict[str, RecordRead]
-
-    def changed(self) -> dict[str, Read]:
-        """Plain values that it has read and changed, by name."""
-        outer = [read for read in self.outer if _is_changed(read)]
-        found = {read.name: read for read in (*self.log.changed(), *outer)}
-        return {n: r for n, r in found.items() if n.rpartition(".")[2] not in _FOUND_AGAIN}
-
-    def numbers(self, names: Collection[str]) -> dict[str, Read]:
-        """Numbers that it has read, and changed, or that are among some names: inputs to be.
-
-        Those of one name cannot be told apart.
-        """
-        found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
-        entries = self.entries(names)
-        entries = {name: read for name, read in entries.items() if as_count("", read.now())}
-        known = self._told_apart(found | self.changed() | entries)
-        return {name: read for name, read in known.items() if as_count(name, read.value)}
-
-    def states(self, names: Collection[str]) -> dict[str, Read]:
-        """What it has read of some names and is no number."""
-        found = {read.name: read for read in (*self.own_reads, *self.outer) if read.name in names}
-        found |= {name: read for name, read in self.entries(names).items() if name in names}
-        return {n: r for n, r in self._told_apart(found).items() if _is_state(r.value)}
-
-    def entries(self, names: Collection[str] = ()) -> dict[str, Read]:
-        """Others in containers that it has changed, or that are among some names."""
-        containers = (*self.outer, *(read for read, _ in self.log.filled()))
-        found = {entry.name: entry for read in containers for entry in changed_entries(read, names)}
-        return {name: entry for name, entry in found.items() if name not in self.log.counted}
-
-    def counted(self) -> dict[str, Read]:
-        """Numbers that it has changed, and others in their containers: all count there."""
-        found = self.numbers(())
-        for read in (*self.outer, *(read for read, _ in self.log.filled())):
-            entries = {entry.name: entry for entry in changed_entries(read, _EVERYTHING)}
-            if not found.keys().isdisjoint(entries):
-                known = self._told_apart(entries)
-                found |= {n: e for n, e in known.items() if as_count(n, e.value)}
-        return found
-
-    def begun(self) -> dict[str, Read]:
-        """Places that have a number since the step has run, and had none."""
-        found = self._told_apart(self.changed() | self.entries())
-        return {n: r for n, r in found.items() if _is_state(r.value) and as_count(n, r.now())}
-
-    def filled(self) -> list[Read]:
-        """Containers without tensors in which it has changed something."""
-        reads = [read for read in (*self.outer, *self.own_reads) if read.change() is not None]
-        kinds = (dict, list)
-        return [
-            r for r in reads if isinstance(r.value, kinds) and with_other_tensors(r.now()) is None
-        ]
-
-    def flags(self, names: Collection[str]) -> dict[str, Read]:
-        """What it has changed of some names, where it can be followed."""
-        changed = {name: read for name, read in self.changed().items() if name in names}
-        known = {n: r for n, r in self._told_apart(changed).items() if is_simple(r.now())}
-        return {n: r for n, r in known.items() if _is_state(r.value)}
-
-    def _told_apart(self, reads: dict[str, Read]) -> dict[str, Read]:
-        """Those that something can be put into."""
-        counts = Counter(read.name for read in self.outer)
-        return {
-            name: read
-            for name, read in reads.items()
-            if read.put is not None and counts[name] <= 1
-            if not self.log.has_constants({name})  # it is of a cache
-            and name not in self.computed
-        }
-
-    def left(self) -> list[Callable[[], None]]:
-        """Put back what it has left of plain values."""
-        outer = [partial(read.give, read.now()) for read in self.outer if _is_changed(read)]
-        return [*self.log.left(), *outer]
+__all__ = ["OnceRead", "PythonState"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,14 +75,6 @@ class OnceRead(Read):
     def change(self) -> Change | None:
         """Always one, also where somebody has set the attribute back."""
         return Change(self.name, self.value, self.now())
-
-
-def restore(log: AttributeLog, outer: Iterable[Read]) -> None:
-    """Gives attributes and globals their plain values of before a capture."""
-    log.restore()
-    for read in outer:
-        if _is_changed(read) and read.put is not None:
-            read.put(read.value)
 
 
 class PythonState:
@@ -293,7 +167,7 @@ class PythonState:
             if self._followed:
                 for name, read in first.given.items():
                     if first.log.is_read(name):
-                        kind = StateRead if _is_state(read.value) else CountRead
+                        kind = StateRead if is_state(read.value) else CountRead
                         more[name] = kind.of(read)
             more = {name: read for name, read in more.items() if name not in self._of_model}
             if more and not self._followed:
@@ -335,7 +209,7 @@ class PythonState:
         self._left = []
         first, records = self._recorded(first, capture, () if self._may_count else None)
         capture = partial(capture, records)
-        changed, outer = first.changed(), [r for r in first.outer if not _is_changed(r)]
+        changed, outer = first.changed(), [r for r in first.outer if not is_changed(r)]
         changed = {name: read for name, read in changed.items() if name not in records}
         own = first.own_reads
         if not self._followed:  # calls compare modes; microbatches may leave others
@@ -492,20 +366,8 @@ def _warn_of(reads: Iterable[Read]) -> None:
         warn_changed(read.name)
 
 
-def _is_state(value: Any) -> bool:
-    """Whether a value can be one by which a function goes on, of which there are few."""
-    return is_simple(value) and not as_count("", value)
-
-
 def _is_mode(name: str) -> bool:
     return name.rpartition(".")[2] == MODE
-
-
-def _is_changed(read: Read) -> bool:
-    """Whether something outside has changed that can be put back."""
-    now = read.now()
-    known = read.put is not None and is_simple(read.value) and is_simple(now)
-    return known and read.change() is not None
 
 
 def _goes_on(capture: Callable[..., Attempt]) -> bool:

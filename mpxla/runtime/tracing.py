@@ -13,6 +13,7 @@ import torch
 
 from mpxla.errors import CaptureError
 from mpxla.graph.answers import Guess
+from mpxla.graph.attempt import Attempt, restore
 from mpxla.graph.capture import Known, capture_step, with_values_if_needed
 from mpxla.graph.capture_attributes import (
     attributes_noted,
@@ -33,7 +34,7 @@ from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.held_objects import held_objects
 from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
 from mpxla.graph.plain import Read
-from mpxla.graph.python_state import Attempt, PythonState, restore
+from mpxla.graph.python_state import PythonState
 from mpxla.graph.reach import outside, places_in
 from mpxla.graph.recorded import Recording
 from mpxla.graph.recorder import current_recorder
