@@ -95,13 +95,13 @@ class PythonState:
         self._followed: dict[str, FollowedRead] = {}
         self._of_model: set[str] = set()
         self._may_count = True
-        self.is_trial = False
+        self._asks = self.is_trial = False
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
 
-    def stop_counting(self) -> None:
-        """From here on nothing is followed."""
-        self._followed, self._may_count = {}, False
+    def stop_counting(self, asks: bool = False) -> None:
+        """From here on nothing is followed, and only counted where the step asks for values."""
+        self._followed, self._may_count, self._asks = {}, False, asks
 
     @property
     def counts(self) -> tuple[Count, ...]:
@@ -207,7 +207,7 @@ class PythonState:
         self, first: Attempt, capture: Callable[..., Attempt]
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
-        first, records = self._recorded(first, capture, () if self._may_count else None)
+        first, records = self._recorded(first, capture, None if self._asks else ())
         capture = partial(capture, records)
         changed, outer = first.changed(), [r for r in first.outer if not is_changed(r)]
         changed = {name: read for name, read in changed.items() if name not in records}
@@ -271,6 +271,7 @@ class PythonState:
         if counted and not is_same:  # it goes by some
             if again is not None:
                 restore(again.log, again.outer)
+            self._refill()
             return self._recorded(capture(), capture, ())
         if again is None or not is_same:
             names = sorted(computed.keys() - later.keys() or computed)

@@ -83,7 +83,7 @@ class Tracing:
             CaptureError: the function cannot be captured.
         """
         if signature.answers is not None:
-            self.state.stop_counting()  # it would be another number on every way
+            self.state.stop_counting(asks=True)  # it would be another number on every way
         if signature.answers == () and may_ask:
             self._find_masks_that_decide(signature, drawer and drawer.again())
         try:
