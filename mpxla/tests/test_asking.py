@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.first, self.again, self.last = (nn.Linear(4, 4) for _ in range(3))
         self.norm = nn.BatchNorm1d(4) if has_norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
-        self.num_turns = 0  # only counts: a warning says that it does not
+        self.num_turns = 0  # only counts
 
     def forward(self, x):
         h = torch.tanh(self.norm(self.first(self.dropout(x))))
@@ -133,7 +133,7 @@ def test_branches_on_values_of_the_model(stages, has_norm):
     for line in (r"while h\.abs\(\)\.max\(\) > 0\.65", r"if loss\.item\(\) > LARGE:"):
         pattern = rf"train_step branches at .*test_asking\.py:\d+: {line}"
         assert sum(bool(re.search(pattern, one)) for one in warnings) == 1, warnings
-    assert any("reads and changes model.num_turns" in one for one in warnings), warnings
+    assert not any("reads and changes" in one for one in warnings), warnings
 
 
 @pytest.mark.slow
