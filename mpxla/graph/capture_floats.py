@@ -43,7 +43,7 @@ class Floats:
         It is not a number where a text is made, and None where there is no answer.
 
         Raises:
-            FloatError: there will be one in the next capture.
+            AgainError: there will be one in the next capture.
         """
         frame = _calling()
         if _formats(frame):

@@ -207,7 +207,7 @@ class PythonState:
         self, first: Attempt, capture: Callable[..., Attempt]
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
-        first, records = self._recorded(first, capture, None if self._asks else ())
+        first, records = self._recorded(first, capture, counts=self._asks)
         capture = partial(capture, records)
         changed, outer = first.changed(), [r for r in first.outer if not is_changed(r)]
         changed = {name: read for name, read in changed.items() if name not in records}
@@ -237,12 +237,12 @@ class PythonState:
         return first.step, [*reads, *once]
 
     def _recorded(
-        self, first: Attempt, capture: Callable[..., Attempt], counts: Iterable[Read] | None
+        self, first: Attempt, capture: Callable[..., Attempt], counts: bool
     ) -> tuple[Attempt, dict[str, RecordRead]]:
         """Captures with stand-ins in the places that get numbers which the model has computed.
 
-        So it does with `counts`, places of numbers that the step only changes, if it does not go by
-        them; None stands for all that are no inputs.
+        So it does, if it `counts`, with the places of numbers that the step changes and does not go
+        by.
 
         Returns:
             The capture to go on with, and the places with what is recorded there.
@@ -253,8 +253,7 @@ class PythonState:
         found = {one.name: one for one in first.step.recorded}
         computed = {name: read for name, read in first.computed.items() if name in found}
         changing = first.numbers(()).keys()
-        counts = first.counted().values() if counts is None else counts
-        counted = {read.name: RecordRead.of(read) for read in counts}
+        counted = {n: RecordRead.of(r) for n, r in first.counted().items()} if counts else {}
         if not counted and not any(map(first.log.is_read, computed)):
             return first, {n: replace(r, recorded=found[n]) for n, r in computed.items()}
         restore(first.log, first.outer)
@@ -272,7 +271,7 @@ class PythonState:
             if again is not None:
                 restore(again.log, again.outer)
             self._refill()
-            return self._recorded(capture(), capture, ())
+            return self._recorded(capture(), capture, counts=False)
         if again is None or not is_same:
             names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")

@@ -387,7 +387,7 @@ class BucketedReduction:
         """Starts a bucket, whose gradients are complete."""
         bucket, packer, hook = self._buckets[index], self._packers[index], self.reducer.hook
         present = self._present(bucket)
-        group = self._group_of(bucket.names[0])
+        group, transport = self._group_of(bucket.names[0]), self._replica.transport
         scale = 1.0 if hook is not None else 1.0 / len(group)
         if packer is None:
             dtype, shape = self._travels_as(bucket)
@@ -400,10 +400,8 @@ class BucketedReduction:
             number = len(self._under_way)
             self._under_way[index] = hook.submit(bucket, flat, number, is_last, parameters)
         elif self._is_sharded:
-            transport = self._replica.transport
             self._under_way[index] = transport.reduce_scatter(flat, self._replica.group)
         elif len(group) > 1:
-            transport = self._replica.transport
             self._under_way[index] = transport.all_reduce(flat, group, is_spent=True)
         else:
             self._under_way[index] = _done(self._replica, flat)
