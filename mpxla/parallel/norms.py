@@ -13,6 +13,7 @@ from torch import nn
 from mpxla.comm.transport import Transport
 from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
+from mpxla.parallel.lent_gradients import gradient_here
 from mpxla.parallel.programs import Programs, wide_dtype
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.store import ParameterStore, exchange_gradients
@@ -216,7 +217,7 @@ class GradientNorm:
         counted = [
             tensor
             for parameter, is_counted in self._owners(self._held())
-            for tensor in (parameter, parameter.grad)
+            for tensor in (parameter, gradient_here(parameter))
             if is_counted and tensor is not None and id(tensor) in ids
         ]
         (powers,) = self._backend.put([self._powers(counted, order)])
@@ -229,13 +230,13 @@ class GradientNorm:
         """Whether these are all gradients of this rank, or all of its parameters; and no others."""
         given = {id(tensor) for tensor in tensors}
         held = self._held()
-        gradients = {id(p.grad) for p in held if p.grad is not None}
+        gradients = {id(g) for p in held if (g := gradient_here(p)) is not None}
         return given in (gradients, {id(p) for p in held}, {id(p) for p in held if p.requires_grad})
 
     def knows(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether some of these are parameters, update copies or gradients of this rank."""
         copies = [copy.parameter for store in self._placed for copy in store.copies()]
-        known = {id(value) for p in (*self._held(), *copies) for value in (p, p.grad)}
+        known = {id(value) for p in (*self._held(), *copies) for value in (p, gradient_here(p))}
         return any(id(tensor) in known for tensor in tensors)
 
     def _powers(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:

@@ -43,6 +43,7 @@ _NORM = "_global_grad_norm"
 _OF_FP16 = ("overflow", "loss_scale")
 """Attributes that are there with `fp16: True` only."""
 _OF_MASTERS = "param.grad of the model's own shows those, in float32."
+_OF_DIVIDED = "param.grad of the model's own gathers those: all replicas have to ask for it."
 _OF_PIECES = (
     "param.grad of the model's own is None: code that changes or reads gradients finds them in "
     "param_groups; clipping by torch.nn.utils or smp finds them anywhere."
@@ -520,7 +521,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "their gradients. %s",
                 "pieces that replicas divide" if self._are_divided else "masters",
                 self._pieces.num_held,
-                _OF_PIECES if self._are_divided or self._session.config.fp16 else _OF_MASTERS,
+                self._where_gradients_are(),
             )
         if self.is_placed:
             before, self._unplaced = self._unplaced, None
@@ -529,6 +530,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
             self.contents.load(deferred)
+
+    def _where_gradients_are(self) -> str:
+        config = self._session.config
+        if config.fp16 or config.sharded_data_parallel_degree > 1:
+            return _OF_PIECES
+        return _OF_DIVIDED if self._are_divided else _OF_MASTERS
 
     def _agree_on_seed(self) -> None:
         """The noise of rounding is that of rank 0, whatever seeds other processes have."""

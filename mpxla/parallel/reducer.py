@@ -82,6 +82,12 @@ class GradientReducer:
         self.unreduced: set[str] = set()
         self.drifted: set[str] = set()
         self._pass = 0
+        replica.store.lent.gather = self._gathered
+
+    def _gathered(self, name: str, line: str, value: Any) -> list[Any]:
+        """What all replicas give, in a call of the user that they make together."""
+        self.rounds.meet(f"param.grad of {name}", line)
+        return self.replica.objects.allgather(value, self.replica.group)
 
     @property
     def names(self) -> Mapping[str, str]:

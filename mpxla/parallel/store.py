@@ -11,7 +11,7 @@ optimizers are views of it:
 
 Where there is an update copy, the model's parameter has no gradient after a step: torch ties a
 gradient's type to its tensor's, and the gradient is wider or a part. `param.grad` shows that of a
-master all the same, and is None where replicas divide it. This module must not know how gradients
+master, or gathers the pieces of all replicas. This module must not know how gradients
 are reduced, nor optimizers.
 """
 
@@ -26,6 +26,7 @@ from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Backend, Buffer
 from mpxla.log import warn_once
 from mpxla.parallel.buckets import Bucket, fill_buckets, sum_gradients
+from mpxla.parallel.lent_gradients import LentGradients
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.script_gradients import (
     lend_gradient,
@@ -104,7 +105,7 @@ class ParameterStore:
         backend: of this rank's device.
         master_dtype: 16-bit parameters that are trained get update copies of this type; None: every
             parameter is updated in its own. (Gradients are summed in float32 anyway.)
-        lends_gradients: whether parameters show the gradients of their masters.
+        lends_gradients: whether parameters show the gradients of their masters and pieces.
 
     Attributes:
         ranks: pipeline ranks that hold each parameter and buffer; empty before they are placed.
@@ -112,6 +113,7 @@ class ParameterStore:
         is_divided: whether replicas share the updates.
         shards: buckets of parameters that they share the updates of, here.
         programs: on parameters and gradients of this model.
+        lent: what scripts see as gradients of divided parameters.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class ParameterStore:
         self._parts: list[Shard | Masters | Parts | Pieces] = []
         self._part_of: dict[str, Shard | Masters | Parts | Pieces] = {}
         self._waiting: dict[str, Buffer] = {}
+        self.lent = LentGradients(self.copy_of, self._waiting, backend)
         self._spent: set[str] = set()
         self._saved_masters: dict[str, torch.Tensor] = {}
 
@@ -280,6 +283,8 @@ class ParameterStore:
     def _add(self, part: "Shard | Masters | Parts | Pieces") -> None:
         self._parts.append(part)
         self._part_of.update(dict.fromkeys(part.names, part))
+        if isinstance(part, (Shard, Pieces)) and self.lends_gradients:
+            self.lent.lend({name: self.state.parameters[name] for name in part.names})
 
     def _concerned(self, names: Iterable[str]) -> list[Shard | Masters | Parts | Pieces]:
         found = {id(self._part_of[name]) for name in names if name in self._part_of}
@@ -400,6 +405,7 @@ class ParameterStore:
 
     def add_gradients(self, names: Sequence[str], values: Sequence[Buffer]) -> None:
         """Adds to the gradients of parameters; of divided ones they wait for their reduction."""
+        self.lent.settle()
         whole = [(n, v) for n, v in zip(names, values, strict=True) if self._is_whole(n)]
         self._notice_spent(names)
         owners = [owner for n, _ in whole if (owner := self.owner(n)) is not None]
@@ -416,6 +422,7 @@ class ParameterStore:
         Raises:
             StepError: there are some that belong to pieces.
         """
+        self.lent.settle()
         self._take_saved_masters()
         self._saved_masters.clear()
         parameters = self.state.parameters
@@ -448,6 +455,7 @@ class ParameterStore:
 
         See `Shard.parts_of`.
         """
+        self.lent.settle()
         self._notice_spent(bucket.names)
         self._add_to(*self.shards[bucket].parts_of(flat, trained))
 
@@ -460,9 +468,9 @@ class ParameterStore:
                     "spent gradients",
                     f"a step adds to gradients that an optimizer step has used, as that of {name}: "
                     f"nothing has cleared them since. Call optimizer.zero_grad() or "
-                    f"model.zero_grad(): where replicas divide updates, optimizers hold pieces in "
-                    f"the place of the model's parameters, and param.grad = None on those clears "
-                    f"nothing.",
+                    f"model.zero_grad(): where ranks divide parameters, or with fp16, optimizers "
+                    f"hold pieces in the place of the model's parameters, and param.grad = None on "
+                    f"those clears nothing.",
                 )
                 return
 
@@ -477,6 +485,7 @@ class ParameterStore:
 
     def take_gradients(self, names: Sequence[str]) -> list[Buffer | None]:
         """Gradients of earlier passes on this rank, which the parameters have no more then."""
+        self.lent.settle()
         found: list[Buffer | None] = []
         for name in names:
             owner = self.owner(name) if self._is_whole(name) else None
@@ -491,6 +500,7 @@ class ParameterStore:
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Forgets the gradients of all update copies, or makes them zeros, and those that wait."""
+        self.lent.forget()
         for copy in self.copies():
             gradient = copy.parameter.grad
             if gradient is not None:
@@ -501,11 +511,14 @@ class ParameterStore:
 
     def has_gradient(self, name: str) -> bool:
         """Whether this rank holds a gradient of a parameter from earlier passes."""
+        self.lent.settle()
         owner = self.owner(name)
         return name in self._waiting or (owner is not None and owner.grad is not None)
 
     def clear_waiting(self, names: Iterable[str]) -> None:
         """Forgets gradients of earlier passes that wait for their reduction."""
+        names = list(names)
+        self.lent.forget(names)
         for name in names:
             self._waiting.pop(name, None)
             self._spent.discard(name)

@@ -22,7 +22,8 @@ def check_no_gradient(name: str, parameter: nn.Parameter) -> None:
     Raises:
         StepError: somebody has.
     """
-    if parameter.grad is not None:
+    # Not what it shows of pieces elsewhere, which all ranks would have to ask for.
+    if torch.Tensor.grad.__get__(parameter) is not None:  # pyright: ignore
         raise StepError(
             f"the parameter {name} has a gradient from outside of step functions (a backward "
             f"there, or an assignment), which no optimizer sees: replicas divide updates "

@@ -198,7 +198,9 @@ def train_with_two_optimizers(kind):
             optimizer.step()
         if number == 0:
             model.load_state_dict({n: v + 0.5 for n, v in model.state_dict().items()})
-    assert all(p.grad is None for p in raw.parameters())
+    for parameter in raw.parameters():
+        parameter.grad = None
+    assert all(held.grad is None for one in inner for g in one.param_groups for held in g["params"])
     return model.state_dict()
 
 
