@@ -19,7 +19,7 @@ from torch import nn
 from mpxla.device.backend import Backend
 from mpxla.errors import StepError
 from mpxla.graph.user_code import at_user_line
-from mpxla.parallel.script_gradients import own_gradient, set_own_gradient
+from mpxla.parallel.script_gradients import LinkedParameter, own_gradient, set_own_gradient
 from mpxla.parallel.state_dicts import to_host
 from mpxla.parallel.update_copy import UpdateCopy
 
@@ -40,12 +40,18 @@ def gradient_here(tensor: torch.Tensor) -> torch.Tensor | None:
     return own if own is not None or lender is None else lender.known()
 
 
-class LentParameter(nn.Parameter):
+class LentParameter(LinkedParameter):
     """A parameter whose gradient replicas divide."""
+
+    link = _LENDER
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The whole gradient; all replicas have to ask for it."""
+        """The whole gradient; all replicas have to ask for it.
+
+        Raises:
+            RankMismatch: another replica does something else.
+        """
         own, lender = own_gradient(self), vars(self).get(_LENDER)
         # Copies have no lender. What autograd leaves here is an error at the next update.
         return own if own is not None or lender is None else lender.read()
@@ -68,9 +74,6 @@ class _Lender:
     def __init__(self, gradients: "LentGradients", name: str):
         self._gradients = gradients
         self._name = name
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # copies and files are of values only
 
     def known(self) -> torch.Tensor | None:
         return self._gradients.known(self._name)

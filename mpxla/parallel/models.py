@@ -240,6 +240,10 @@ class Models:
             self._members[label].end_step()
         return result
 
+    def tell_of_update(self, what: str) -> None:
+        """Before an update that replicas divide: one that waits in another call learns of it."""
+        self._rounds.tell_of_update(what, at_user_line())
+
     # --- uneven batches -------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -259,6 +259,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Brings gradients to what is updated, scaled and clipped; whether they are to be used."""
         for model in self._models:
             model.tensors.check_divided()
+        if self._are_divided:
+            self._session_models.tell_of_update(f"optimizer.step() of {self.kind}")
         self._notice_groups()
         self._pieces.tell_of_writes()
         self._pieces.collect_gradients()

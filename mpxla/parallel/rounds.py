@@ -8,6 +8,7 @@ for. So each sends every other one a small message, on the host, before
     step   it runs a step that reduces gradients, with digests of what, by which settings and with
            which exchanges; looked at before the first gradients leave
     call   it makes a call of the user that all of them make, or none
+    update it runs an update that replicas divide
     end    its training is over
 
 Messages arrive in the order of sending, so the first that differ show where replicas part. All see
@@ -53,7 +54,7 @@ class Rounds:
         self._arriving: dict[int, Handle[torch.Tensor]] = {
             rank: transport.recv(None, rank, _CHANNEL) for rank in self._others
         }
-        self._num_steps = 0
+        self._num_steps = self._num_updates = 0
         self._own: Mapping[str, str] = {}
         self._settings = ""
         self._awaits_steps = False
@@ -134,7 +135,7 @@ class Rounds:
         here = f"rank {self._transport.rank}"
         if told["kind"] == "end":
             raise RankMismatch(self._text(rank, f"ended after {told['steps']}"))
-        if told["kind"] == "call":
+        if told["kind"] in ("call", "update"):
             raise RankMismatch(self._call_text(rank, told, "a training step"))
         if told["exchanges"] != self._own["exchanges"]:
             raise RankMismatch(
@@ -164,11 +165,17 @@ class Rounds:
         """
         self._tell("call", what=what, line=line)
         for rank in self._others:
-            call = self._await(rank, "call")
-            if call["what"] != what:
+            call = self._await(rank, "call", "update")
+            if call["kind"] == "update" or call["what"] != what:
                 raise RankMismatch(self._call_text(rank, call, f"{what}{line}"))
             if call["steps"] != self._num_steps:
                 raise RankMismatch(self._text(rank, f"{call['steps']}, in {what}{line}"))
+
+    def tell_of_update(self, what: str, line: str) -> None:
+        """Before an update that replicas divide. Who waits for another call learns of it so."""
+        if self._join is None:
+            self._num_updates += 1
+            self._tell("update", what=what, line=line)
 
     def leave(self) -> None:
         """Tells the others that this rank's training is over, and waits a while until theirs is.
@@ -183,7 +190,7 @@ class Rounds:
         deadline = time.monotonic() + _FAREWELL_S
         for rank in self._others:
             try:
-                steps = self._await(rank, "end", deadline)["steps"]
+                steps = self._await(rank, "end", deadline=deadline)["steps"]
             except TimeoutError:
                 return  # it is busy; should it wait for this rank, it will know the numbers
             except PeerFailure as failure:
@@ -213,26 +220,29 @@ class Rounds:
     # --- messages -------------------------------------------------------------------------------
 
     def _tell(self, kind: str, **more: str) -> None:
-        told = {"kind": kind, "steps": self._num_steps, **more}
+        told = {"kind": kind, "steps": self._num_steps, "updates": self._num_updates, **more}
         message = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
         for rank in self._others:
             self._transport.send([message], rank, _CHANNEL)
 
     def _next(self, rank: int, deadline: float | None = None) -> dict[str, Any]:
-        """What another replica does next.
+        """What another replica does next, but for updates that this one has had, too.
 
         Raises:
             PeerFailure: it failed, or has left.
             TimeoutError: nothing has come by the deadline.
         """
-        left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        message = self._arriving[rank].result(left_s)
-        self._arriving[rank] = self._transport.recv(None, rank, _CHANNEL)
-        return json.loads(bytes(message.tolist()))
+        while True:
+            left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            message = self._arriving[rank].result(left_s)
+            self._arriving[rank] = self._transport.recv(None, rank, _CHANNEL)
+            told = json.loads(bytes(message.tolist()))
+            if told["kind"] != "update" or told["updates"] > self._num_updates:
+                return told
 
-    def _await(self, rank: int, kind: str, deadline: float | None = None) -> dict[str, Any]:
-        """The next message of a kind. Who has sent another one sees this rank's, and says so."""
-        while (told := self._next(rank, deadline))["kind"] != kind:
+    def _await(self, rank: int, *kinds: str, deadline: float | None = None) -> dict[str, Any]:
+        """The next message of some kind. Who has sent another one sees this rank's, and says so."""
+        while (told := self._next(rank, deadline))["kind"] not in kinds:
             pass
         return told
 

@@ -24,7 +24,14 @@ from torch import nn
 
 from mpxla.log import warn_once
 
-__all__ = ["lend_gradient", "mark", "notice_unreached", "own_gradient", "set_own_gradient"]
+__all__ = [
+    "LinkedParameter",
+    "lend_gradient",
+    "mark",
+    "notice_unreached",
+    "own_gradient",
+    "set_own_gradient",
+]
 
 _MASTER, _MARK = "_mpxla_master", "_mpxla_version"
 _gradient = cast(Any, torch.Tensor.grad)
@@ -40,8 +47,22 @@ def set_own_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Non
     _gradient.__set__(tensor, gradient)
 
 
-class MasteredParameter(nn.Parameter):
+class LinkedParameter(nn.Parameter):
+    """A parameter that finds its gradient through an attribute of this name."""
+
+    link: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files and copies in other processes are of an ordinary parameter."""
+        plain = nn.Parameter(self.data, self.requires_grad)
+        vars(plain).update({key: value for key, value in vars(self).items() if key != self.link})
+        return plain.__reduce_ex__(protocol)
+
+
+class MasteredParameter(LinkedParameter):
     """A parameter with a master."""
+
+    link = _MASTER
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]

@@ -1,11 +1,13 @@
 """Scripts read, change, assign and clear `param.grad` where replicas divide updates."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 JAX = {"MPXLA_DEVICE": "pjrt"}
 KEYS = {
@@ -121,3 +123,33 @@ def read_alone():
 @pytest.mark.ranks
 def test_replicas_that_read_other_gradients():
     run_ranks(read_alone, 2)
+
+
+def read_on_one_rank():
+    smp.init({"ddp": True, "shard_optimizer_state": True})
+    model = smp.DistributedModel(made())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).square().mean())
+
+    for number in range(3):
+        optimizer.zero_grad()
+        step(model, batch(number))
+        optimizer.step()
+    step(model, batch(0))
+    if smp.rank() == 0:
+        next(model.parameters()).grad.norm()
+    optimizer.step()
+
+
+@pytest.mark.ranks
+def test_a_read_on_one_rank_ends_all():
+    reader, other = run_ranks_unpooled(read_on_one_rank, 2)
+    assert re.search(
+        r"RankMismatch: rank 1 called optimizer\.step\(\) of SGD at .*, while rank 0 was in "
+        r"param\.grad of 0\.weight at .*\.grad\.norm\(\).*outside of `if smp\.rank\(\) == 0:`",
+        reader.stderr,
+    )
+    assert "param.grad of 0.weight" in other.stderr
