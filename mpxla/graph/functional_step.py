@@ -30,6 +30,7 @@ from mpxla.graph.hooked import place_hooks
 from mpxla.graph.later_values import settle_reads
 from mpxla.graph.normalize import check_operators, normalize
 from mpxla.graph.renorms import replace_renorms
+from mpxla.graph.rewritten import ChangedArgumentError
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, describe
 from mpxla.graph.typed import input_of, outputs_of
 from mpxla.graph.user_code import line_of
@@ -201,13 +202,15 @@ def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
             )
 
 
-def _changed_argument(program: ExportedProgram, name: str) -> CaptureError:
+def _changed_argument(program: ExportedProgram, name: str) -> ChangedArgumentError:
     value = next(node for node in program.graph.nodes if node.name == name).meta["val"]
+    place = [*program.graph_signature.user_inputs].index(name)
     dtype = str(value.dtype).removeprefix("torch.")
-    return CaptureError(
+    return ChangedArgumentError(
         f"The step function changes one of its arguments in place{_line_of_change(program, name)}, "
         f"the tensor {dtype}{list(value.shape)} (the shape of one microbatch). Change a copy: "
-        f"x = x.clone()."
+        f"x = x.clone().",
+        place,
     )
 
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from mpxla.graph.decisions import Decisions
 from mpxla.graph.recorded import Recorded
+from mpxla.graph.rewritten import rewritten_paths
 from mpxla.graph.typed import outputs_of, schema_of
 from mpxla.graph.user_code import line_of
 
@@ -227,6 +228,11 @@ class StepGraph:
         """Parameters whose rows the step scales -> the result that says by what."""
         results = [role for role in self.outputs if role.kind is OutputKind.RESULT]
         return {role.name: role.index for role in results if role.name}
+
+    @property
+    def rewritten(self) -> tuple[str, ...]:
+        """Paths of arguments that the step changes, whose new values are among its results."""
+        return rewritten_paths(self.result_spec)
 
     @property
     def lines_of_flags(self) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from mpxla.graph.counted import as_count
 from mpxla.graph.draws import Draw, Drawer
 from mpxla.runtime.plans import Plan
+from mpxla.runtime.rewriting import problem_of_memory
 from mpxla.runtime.signature import Signature, with_constants
 from mpxla.runtime.ways import Pass, change_of_answers
 
@@ -158,11 +159,12 @@ def left_flags(passes: Sequence[Pass]) -> dict[str, bool]:
 
 
 def problem_of_inputs(passes: Sequence[Pass]) -> str | None:
-    """What is wrong with the inputs of a call; see `IndexChecks`."""
+    """What is wrong with the inputs of a call; see `IndexChecks` and `problem_of_memory`."""
     for one in passes:
         checks, signature = one.plan.runner.checks, one.plan.signature
         own = {number: one.tensors[number] for number in one.microbatches}
-        problem = checks.problem_of_inputs(signature, own)
+        problem = problem_of_memory(signature, one.plan.cut.step.rewritten, one.tensors)
+        problem = problem or checks.problem_of_inputs(signature, own)
         if problem is not None:
             return problem
     return None

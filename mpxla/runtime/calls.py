@@ -406,7 +406,7 @@ class Calls:
         draws_or_looks = step_plan.is_random or checks.looks_at_inputs
         has_others = len(call.plans) > 1 or plan.signature.answers is not None or plan.is_once
         step = plan.cut.step
-        is_open = draws_or_looks or has_others or step.decisions or step.flags
+        is_open = draws_or_looks or has_others or step.decisions or step.flags or step.rewritten
         if self._pp_rank == 0:
             problem = self._take_way(call, plan)
             if is_open or problem is not None:

@@ -93,6 +93,7 @@ class StepCutter:
         sharded = session.topology.sdp_group(session.rank)
         self._may_ask = len(self._sharing) == 1 and len(sharded) == 1
         self._decided: defaultdict[str, set[str]] = defaultdict(set)
+        self._rewritten: defaultdict[str, set[str]] = defaultdict(set)
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
         self.machine = MachineModel()
@@ -124,6 +125,7 @@ class StepCutter:
                 PythonState(call.outside),
                 self._decided[call.signature.function] if self._may_ask else None,
                 self._replicas,
+                rewritten=self._rewritten[call.signature.function],
             )
             signature, step, reads = tracing.trace(call.signature, call.drawer, self._may_ask)
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough

@@ -18,6 +18,7 @@ from mpxla.graph.alike import lines_of
 from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
 from mpxla.graph.plain import Read
 from mpxla.graph.questions import told_by_buffers
+from mpxla.graph.rewritten import Rewritten
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
@@ -33,7 +34,7 @@ from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.metrics import Meter
-from mpxla.runtime.microbatch import SplitRule, num_samples
+from mpxla.runtime.microbatch import SplitRule, num_samples, split_arguments
 from mpxla.runtime.outputs import Part
 from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.passes import CallRunner
@@ -41,6 +42,7 @@ from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
+from mpxla.runtime.rewriting import write_back
 from mpxla.runtime.runner import Gathering, PlanRunner
 from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
@@ -215,6 +217,8 @@ class StepEngine:
         own_count = call.signature.num_microbatches // self._num_batches
         first = self._place % self._num_batches * own_count
         returned = self._runner.outputs(parts, slice(first, first + own_count))
+        if isinstance(returned, Rewritten):
+            returned = write_back(returned, split_arguments(rule, args, kwargs, own_count))
         is_training = any(one.plan.cut.step.is_training for one in call.passes)
         self.meter.note_call(
             plan.signature.function.rpartition(".")[2],

@@ -138,9 +138,13 @@ class Signature:
     @property
     def tensor_paths(self) -> list[str]:
         """Readable path of every tensor leaf."""
+        return [*self.argument_paths, *map(str, self.draws), *map(str, self.counts)]
+
+    @property
+    def argument_paths(self) -> list[str]:
+        """Those of the arguments."""
         pairs = zip(self.paths, self.leaves, strict=True)
-        own = [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
-        return [*own, *map(str, self.draws), *map(str, self.counts)]
+        return [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
 
     @property
     def objects(self) -> list[int]:

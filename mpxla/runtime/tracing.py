@@ -38,6 +38,7 @@ from mpxla.graph.python_state import PythonState
 from mpxla.graph.reach import outside, places_in
 from mpxla.graph.recorded import Recording
 from mpxla.graph.recorder import current_recorder
+from mpxla.graph.rewritten import ChangedArgumentError, RewrittenError, with_copies
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import UndecidedError, ValueNeededError
 from mpxla.kept import Kept
@@ -56,7 +57,8 @@ class Tracing:
 
     `values` gives the tensor leaves of one microbatch, where Python needs them; `state` is what
     captures leave in attributes. `decided` is for `capture_step`, and the function's own from call
-    to call: all its ways ask alike. So are `replicas` and `floats`.
+    to call: all its ways ask alike. So are `replicas` and `floats`. `rewritten` gets the paths of
+    arguments that the function changes; its own, too.
     """
 
     function: Callable[..., Any]
@@ -68,6 +70,7 @@ class Tracing:
     decided: set[str] | None = None
     replicas: Sequence[int] = ()
     floats: Floats = field(default_factory=Floats)
+    rewritten: set[str] = field(default_factory=set)
 
     def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
         """Captures a step with as many of its floats as inputs as Python lets it.
@@ -163,6 +166,7 @@ class Tracing:
         objects = self.objects
         own = [(f"argument {p}", value, partial(objects.get, p)) for p, value in objects.items()]
         thawed: set[str] = set()
+        paths = signature.argument_paths
 
         def run(
             leaves: Sequence[torch.Tensor],
@@ -173,11 +177,15 @@ class Tracing:
             end = len(leaves) - len(counting.counts)
             if draws is not None:
                 draws.begin(leaves[end - len(signature.draws) : end])
-            args, kwargs = fill(signature, leaves, given)
             counting.begin(leaves[end:])
             stand_ins.begin(model)
-            try:
+
+            def of_leaves(leaves: Sequence[torch.Tensor]) -> Any:
+                args, kwargs = fill(signature, leaves, given)
                 return function(*args, **kwargs)
+
+            try:
+                return with_copies(of_leaves, leaves, paths, self.rewritten)
             finally:
                 stand_ins.end()
                 for note in notes:
@@ -191,20 +199,25 @@ class Tracing:
             asked, values = replace(signature, counts=counting.counts), known
             if values is not None:
                 values = replace(values, values=(*values.values, *counting.values))
-            step = capture_step(
-                partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
-                model,
-                asked.tensor_leaves,
-                names,
-                values,
-                self.graphs,
-                signature.answers,
-                counting.left,
-                thawed,
-                self.decided,
-                self.replicas,
-                self.floats,
-            )
+            try:
+                step = capture_step(
+                    partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
+                    model,
+                    asked.tensor_leaves,
+                    names,
+                    values,
+                    self.graphs,
+                    signature.answers,
+                    counting.left,
+                    thawed,
+                    self.decided,
+                    self.replicas,
+                    self.floats,
+                )
+            except ChangedArgumentError as error:
+                if error.place >= len(paths):
+                    raise
+                raise RewrittenError(paths[error.place], self.rewritten) from error
             used = {role.name for node, role in step.roles.items() if node.users}
             is_same = step.follows_from_itself
             settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))
