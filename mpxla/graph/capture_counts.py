@@ -201,6 +201,13 @@ class Counts:
         size = self._masks[expr][0].numel() if isinstance(expr, sympy.Symbol) else None
         return size if type(size) is int else None
 
+    def mask_of_size(self, size: Any) -> torch.Tensor | None:
+        """The mask whose rows there are as many of; None for all else, and if it was written to."""
+        if not self.is_of_masks(size) or size.node.expr not in self._masks:
+            return None
+        mask, version = self._masks[size.node.expr]
+        return mask if mask._version == version else None
+
     def number_of(self, value: Any) -> Any:
         """What is read of the masks in the place of a symbol of theirs; all else as it is."""
         if not self.is_of_masks(value):

@@ -318,7 +318,31 @@ def _full(full: Callable[..., Any], empty: Callable[..., Any], place: int) -> Ca
     return filled
 
 
+def _as_column(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:, None] if tensor.dim() == 1 else tensor
+
+
+def _stack(
+    function: Callable[..., torch.Tensor], at_least: Callable[[torch.Tensor], Any], dim: int
+) -> Callable[..., torch.Tensor]:
+    """A function such as `torch.hstack`, by `torch.cat`."""
+
+    def stack(tensors: Sequence[torch.Tensor], **out: torch.Tensor) -> torch.Tensor:
+        if out:
+            return function(tensors, **out)
+        parts = [at_least(tensor) for tensor in tensors]
+        return torch.cat(parts, min(dim, parts[0].dim() - 1))
+
+    return stack
+
+
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    # Of rows that masks choose, only `cat` is known.
+    **dict.fromkeys((torch.concat, torch.concatenate), torch.cat),
+    **{f: _stack(f, torch.atleast_2d, 0) for f in (torch.vstack, torch.row_stack)},
+    torch.hstack: _stack(torch.hstack, torch.atleast_1d, 1),
+    torch.dstack: _stack(torch.dstack, torch.atleast_3d, 2),
+    torch.column_stack: _stack(torch.column_stack, _as_column, 1),
     torch.scalar_tensor: _of_data(torch.scalar_tensor),
     torch.full: _full(torch.full, torch.empty, 1),
     torch.full_like: _full(torch.full_like, torch.empty_like, 1),

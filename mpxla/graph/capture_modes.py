@@ -39,6 +39,7 @@ from mpxla.graph.capture_functions import (
     without_generator,
 )
 from mpxla.graph.capture_hooks import attributes_kept, refuse_gradients
+from mpxla.graph.capture_pieces import Pieces
 from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
@@ -92,6 +93,7 @@ class StepSemantics(TorchFunctionMode):
         self.writes = HiddenWrites(self.constants.call, flags)
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value, counts)
+        self._pieces = Pieces(self.writes.call, self.selected, counts)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         if answers is not None:
@@ -173,6 +175,10 @@ class StepSemantics(TorchFunctionMode):
         if recurrence is not None:
             with self:
                 return recurrence(*args, **kwargs)
+        with self:
+            pieces = self._pieces.answer(func, args, kwargs)
+        if pieces is not None:
+            return pieces
         if self._counts.takes_in_turn(func, args, kwargs):
             with self:
                 return self._counts.in_turn(func, args, kwargs)

@@ -86,6 +86,11 @@ class Selected:
         found = self._noted(found, tensor, parts)
         return self._call(torch.Tensor.__getitem__, (found, rest), {}) if rest else found
 
+    def by_mask(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
+        """What a mask in an index chooses, where PyTorch gives a view."""
+        found = self._call(torch.Tensor.__getitem__, (tensor, index), {})
+        return self._noted(found, tensor, index, is_slice=True)
+
     def _noted(
         self, found: torch.Tensor, tensor: torch.Tensor, parts: Any, is_slice: bool = False
     ) -> torch.Tensor:
@@ -125,16 +130,16 @@ class Selected:
             return self._call(torch.arange, (stop,), {})  # as many as a mask has chosen
         key = tuple(map(_expr, (size, start, stop)))
         if None in key:
-            return self._between(size, counts.number_of(start), counts.number_of(stop))
+            return self.between(size, counts.number_of(start), counts.number_of(stop))
         if key not in self._masks:  # one, so that rows of several tensors meet
-            found = self._between(size, counts.number_of(start), counts.number_of(stop))
+            found = self.between(size, counts.number_of(start), counts.number_of(stop))
             self._masks[key] = found
         return self._masks[key]
 
     def _has_no_value(self, end: Any) -> bool:
         return _is_place(end) and not self._is_known(end)
 
-    def _between(self, size: Any, start: Any, stop: Any) -> torch.Tensor:
+    def between(self, size: Any, start: Any, stop: Any) -> torch.Tensor:
         """The mask of a slice; negative ends count from the last place."""
         places = self._call(torch.arange, (size,), {})
         found = self._call(torch.ge, (places, 0), {})

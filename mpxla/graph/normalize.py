@@ -62,19 +62,22 @@ def drop_replayed_views(program: ExportedProgram) -> None:
 
 def _drop_unused(base: fx.Node) -> bool:
     """Erases what is made of an input and is used for nothing; and the input, if that was all."""
-    for node in list(base.users):
-        body = _body_of(node)
+    made: dict[fx.Node, fx.GraphModule | None] = {base: None}
+    for node in base.graph.nodes:  # each comes after what it uses
+        if any(made.get(source, base) is None for source in node.all_input_nodes):
+            made[node] = _body_of(node)
+    for node, body in reversed(made.items()):
         if body is None:
-            _drop_unused(node)
-        elif node.args.count(base) == 1:
-            place, inputs = node.args.index(base), body.graph.find_nodes(op="placeholder")
-            if _drop_unused(inputs[place - len(node.args)]):  # its inputs come last
-                node.args = (*node.args[:place], *node.args[place + 1 :])
-                body.recompile()
-    is_unused = not base.users and (base.op == "placeholder" or not base.is_impure())
-    if is_unused:
-        base.graph.erase_node(base)
-    return is_unused
+            if not node.users and (node is base or not node.is_impure()):
+                node.graph.erase_node(node)
+            continue
+        for source in node.all_input_nodes:
+            if source in made and node.args.count(source) == 1:
+                place, inputs = node.args.index(source), body.graph.find_nodes(op="placeholder")
+                if _drop_unused(inputs[place - len(node.args)]):  # its inputs come last
+                    node.args = (*node.args[:place], *node.args[place + 1 :])
+                    body.recompile()
+    return base not in base.graph.nodes
 
 
 def _body_of(node: fx.Node) -> fx.GraphModule | None:

@@ -98,8 +98,31 @@ def permuted(m, h, y):
     )
 
 
-FAST = [filled_in_order, another_mask, labels_that_number_rows]
-MORE = [pairs, counted_otherwise, repeated, greatest_of_all, permuted]
+def divided_and_joined(m, h, y):
+    flat, labels = h.flatten(0, 1), y.flatten()
+    order = labels.argsort(stable=True)
+    rows, labels = flat[order], labels[order]
+    counts = F.one_hot(labels, 10).sum(0)
+    sizes, ends = counts.tolist(), counts.cumsum(0)[:-1]
+    parts = zip(rows.split(sizes), torch.split(labels, sizes), strict=True)
+    made = torch.cat([m.first(part) * own[:, None] + i for i, (part, own) in enumerate(parts)])
+    columns = torch.split(rows.T, split_size_or_sections=sizes, dim=-1)
+    mean = torch.cat([part.cos() * (i + 1) for i, part in enumerate(columns)], -1)
+    several = torch.concat([part.square() for part in rows.tensor_split(ends)][::-1])
+    return (made * rows).sum() + (mean.T * made).mean() + several.mean()
+
+
+def stacked(m, h, y):
+    some, others = h[y > 3], h[y < 2].sin()
+    wide = torch.hstack([some, some.cos()]).square().mean() + torch.vstack([some, others]).std()
+    deep = torch.dstack([some, some.cos()]) * torch.arange(2)
+    flat = torch.hstack([some[:, 0], others[:, 0]]).square().mean()
+    columns = torch.column_stack([some[:, 0], some[:, 1:3]]) * torch.arange(3)
+    return wide + deep.sum() + flat + columns.sum() + torch.concat([some, others]).exp().sum()
+
+
+FAST = [divided_and_joined, filled_in_order, another_mask, labels_that_number_rows]
+MORE = [pairs, stacked, counted_otherwise, repeated, greatest_of_all, permuted]
 
 
 @pytest.mark.parametrize("function", [*FAST, *slow(MORE)], ids=lambda f: f.__name__)
