@@ -340,6 +340,9 @@ class PythonState:
         for container, content in (pair for contents in left.values() for pair in contents):
             refill(container, content)
         if is_same:
+            stay = {id(container) for name in memos for container, _ in left[name]}
+            # Questions start again, but for these, which they are known with.
+            self.contents[:] = [known for known in self.contents if id(known[0]) not in stay]
             return memos
         entries = first.entries()
         if self._may_count and all(has_no_others(read, entries) for read in filled):
