@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit._state import _enabled as jit_state  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
 from mpxla.graph.answers import Answers, modules_left
@@ -216,8 +217,9 @@ class StepSemantics(TorchFunctionMode):
             if value.device.type == "meta":
                 return value
             if id(value) not in self._on_host:  # keep the original alive: its id is the key
-                is_here = value.device.type == "cpu"
-                self._on_host[id(value)] = value, value if is_here else value.detach().cpu()
+                with _disable_current_modes():  # the copy is a constant: XLA has no fake tensors
+                    is_here = value.device.type == "cpu"
+                    self._on_host[id(value)] = value, value if is_here else value.detach().cpu()
             return self._on_host[id(value)][1]
         return value
 

@@ -161,3 +161,26 @@ def test_changes_are_in_the_next_step(stages):
     for change, lines in zip(CHANGES, ranks[0][1], strict=True):
         assert len(lines) == (change in CAPTURED), (change, lines)
         assert change not in CAPTURED or re.search(CAPTURED[change], lines[0]), lines
+
+
+def run_on_device():
+    smp.init({"microbatches": 2})
+    raw, holder = made()
+    model = smp.DistributedModel(raw)
+    teacher = holder.teachers[0].first.to(next(model.parameters()).device)
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x) + teacher(x)
+
+    found = [evaluate(model, X).concat().cpu()]
+    in_place(holder)
+    return [*found, evaluate(model, X).concat().cpu()]
+
+
+def test_a_teacher_may_be_on_the_device():
+    (found,) = run_ranks(run_on_device, 1)
+    raw, holder = made()
+    for value in found:
+        torch.testing.assert_close(value, raw(X) + holder.teachers[0].first(X))
+        in_place(holder)
