@@ -131,6 +131,20 @@ def _check_devices(func: Any, values: Any) -> None:
 class AbsentParameter(Valueless, nn.Parameter):
     """Stands in a module for a parameter of another pipeline rank."""
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Without values. Of what is assigned, the rank that has the parameter takes the values.
+
+        As with writes in place, all ranks run `parameter.data = value`.
+        """
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # The shape and dtype are new here, too. PyTorch refuses tensors of another device.
+        bare = value if isinstance(value, Valueless) else without_values(value.detach())
+        torch.Tensor.data.__set__(self, bare)  # type: ignore[attr-defined]
+
 
 class _Detached(Valueless):
     """An absent parameter detached, of which `nn.Parameter(absent)` makes one again."""

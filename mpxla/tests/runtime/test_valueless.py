@@ -114,3 +114,13 @@ def test_modules_take_other_dtypes():
     module.to(torch.float64)
     assert module.bias.dtype == torch.float64
     assert isinstance(module.bias, nn.Parameter)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2, 2).double(), absent() * 2])
+def test_values_assigned_by_data_are_for_the_rank_that_holds_the_parameter(value):
+    parameter = absent()
+    parameter.data = value
+    assert type(parameter) is AbsentParameter and parameter.is_meta and parameter.data.is_meta
+    assert (parameter.shape, parameter.dtype) == (value.shape, value.dtype)
+    with pytest.raises(StepError, match="has no values here"):
+        torch.ones(value.shape).add_(parameter.data)
