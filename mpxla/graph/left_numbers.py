@@ -8,7 +8,7 @@ This module must not know how captures are judged.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +20,7 @@ from mpxla.graph.capture_attributes import CONTAINERS, AttributeLog, is_simple
 from mpxla.graph.container_state import entry, refill
 from mpxla.graph.number import Number, is_number
 from mpxla.graph.plain import MISSING, SIMPLE, Change, Read
-from mpxla.graph.recorded import Before, Recorded, is_recordable
+from mpxla.graph.recorded import Before, Recorded, is_recordable, may_be_appended
 from mpxla.graph.user_code import AgainError
 
 __all__ = ["RecordRead", "StandIns", "is_plain_number", "numbers_left"]
@@ -58,6 +58,10 @@ class RecordRead(Read):
             is_known = not goes_on or self.first is not None or is_plain_number(now)
         return None if is_known else Change(self.name, self.value, now)
 
+    def numbered(self, found: Recorded, later: Recorded) -> Recorded:
+        """What a capture with stand-ins has found, and one without."""
+        return found.numbered(later, len(self.value), _MANY) if self.is_more else later
+
     def after(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
         """What a microbatch leaves there, or appends; see `Recorded.of`."""
         is_first = self.first is not None and not is_plain_number(left[self.name])
@@ -83,6 +87,7 @@ def numbers_left(
     outer: Sequence[Read],
     contents: Sequence[tuple[Any, Any]],
     is_known: Callable[[torch.Tensor], bool],
+    filled_once: Collection[str] = (),
 ) -> tuple[list[LeftNumber], dict[str, RecordRead]]:
     """What a step function has left, when it has run; places then are what they were.
 
@@ -93,6 +98,7 @@ def numbers_left(
         outer: what it names of globals and closures.
         contents: containers, with copies of what they held.
         is_known: says whether a value follows from inputs alone.
+        filled_once: names of lists by which the step goes, to which it appends plain data.
     """
     held = {id(container): before for container, before in contents}
     found = [_of(read, last) for read, last in log.numbers_left()]
@@ -107,9 +113,11 @@ def numbers_left(
     given: dict[str, RecordRead] = {}
     for one in found:
         numbers = [leaf for leaf in pytree.tree_leaves(one.value) if is_number(leaf)]
+        if one.read.is_more and one.read.name in filled_once and not numbers:
+            continue
         if one.read.name in log.counted or counts[one.read.name] > 1:  # which cannot be told apart
             continue
-        if not all(is_known(number.tensor) for number in numbers):
+        if one.read.is_more or not all(is_known(number.tensor) for number in numbers):
             left.append(one)
             _put_back(one.read)
         elif is_number(one.value):
@@ -132,7 +140,7 @@ def _in_container(read: Read, held: Mapping[int, Any]) -> list[LeftNumber]:
             return []
         if more:
             whole = Read(read.name, before, read.now, read.names)
-            return [_of(whole, more, is_more=True)] if all(map(is_recordable, more)) else []
+            return [_of(whole, more, is_more=True)] if may_be_appended(more) else []
     found: list[LeftNumber] = []
     for key, value in now.items() if isinstance(now, dict) else enumerate(now):
         old = before.get(key, MISSING) if isinstance(before, dict) else before[key]
@@ -150,7 +158,8 @@ def _in_container(read: Read, held: Mapping[int, Any]) -> list[LeftNumber]:
 def _maker(container: Any, value: Any) -> Callable[[], Any] | None:
     """What makes a new entry of a dictionary that every microbatch goes on with, if it is one."""
     if type(value) is list:
-        return list if value and all(map(is_number, value)) else None
+        is_new = getattr(container, "default_factory", None) is list and may_be_appended(value)
+        return list if value and (is_new or all(map(is_recordable, value))) else None
     if type(container) is Counter:
         return int if isinstance(value, int) else None
     is_object = not isinstance(value, (*SIMPLE, *CONTAINERS, torch.Tensor, Number))
@@ -240,7 +249,7 @@ class StandIns:
             now, given = read.now(), self._given.pop(name, read.value)
             if read.is_more:
                 more = _appended(given, now)
-                if more and all(map(is_recordable, more)):
+                if more and may_be_appended(more):
                     self.left.append(LeftNumber(read, more))
             elif now is not given:
                 self.left.append(LeftNumber(read, now))

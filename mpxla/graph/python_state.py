@@ -84,6 +84,7 @@ class PythonState:
         outside: names of numbers that have changed outside of steps, which are inputs, too.
 
     Attributes:
+        filled_once: lists by which a step goes that appends plain data to them.
         contents: gets containers that a capture reads, with what they hold before.
         held: gets objects whose attributes captures may read.
         is_trial: whether captures are not to be used, and leave nothing.
@@ -96,6 +97,7 @@ class PythonState:
         self._of_model: set[str] = set()
         self._may_count = True
         self._asks = self.is_trial = False
+        self.filled_once: set[str] = set()
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
 
@@ -264,7 +266,10 @@ class PythonState:
             again = None
         later = {} if again is None else {one.name: one for one in again.step.recorded}
         stays = {n: Recorded.as_before(n) for n in counted.keys() - changing}
-        later = stays | later
+        later = {
+            name: computed[name].numbered(found[name], one) if name in found else one
+            for name, one in (stays | later).items()
+        }
         names = found.keys() | counted.keys()
         is_same = again is not None and later.keys() == names and _is_same(first.step, again.step)
         if counted and not is_same:  # it goes by some
@@ -272,6 +277,11 @@ class PythonState:
                 restore(again.log, again.outer)
             self._refill()
             return self._recorded(capture(), capture, counts=False)
+        plain_lists = {n for n in computed if found[n].is_plain} - self.filled_once
+        if not is_same and plain_lists:
+            if again is not None:
+                restore(again.log, again.outer)
+            raise _FilledOnceError(plain_lists, self.filled_once)
         if again is None or not is_same:
             names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")
@@ -435,6 +445,18 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             read.put(own)
         if not is_same:
             raise refusal(read.name, "")
+
+
+class _FilledOnceError(AgainError):
+    """The step goes by lists to which it appends plain data, as caches are filled."""
+
+    def __init__(self, names: set[str], known: set[str]):
+        super().__init__(names)
+        self._names, self._known = names, known
+
+    def prepare(self) -> None:
+        """Does not have it appended for every microbatch."""
+        self._known.update(self._names)
 
 
 class _FlagError(Exception):

@@ -13,7 +13,7 @@ This module must not know how a step is captured or run, nor where things are le
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from mpxla.graph.number import Number, NumberRead, is_number
 from mpxla.graph.plain import SIMPLE
 
-__all__ = ["Before", "Recorded", "Recording", "is_recordable"]
+__all__ = ["Before", "Recorded", "Recording", "is_recordable", "may_be_appended"]
 
 
 class Before(NumberRead):
@@ -79,6 +79,28 @@ class Recorded:
     def goes_on(self) -> bool:
         """Whether it depends on what was there before."""
         return any(map(_has_left, pytree.tree_leaves(self.value)))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no numbers of the model."""
+        return all(_plain_of(leaf) is leaf for leaf in pytree.tree_leaves(self.value))
+
+    def numbered(self, other: "Recorded", length: int, more: int) -> "Recorded":
+        """Goes by the length of a list where another capture, with `more` in it, does.
+
+        So does `log.append((len(log), loss.item()))`.
+        """
+        own, structure = pytree.tree_flatten(self.value)
+        others, other_structure = pytree.tree_flatten(other.value)
+        if structure != other_structure:
+            return other
+
+        def term(one: Any, another: Any) -> Any:
+            if not type(one) is type(another) is int or another - one != more:
+                return another
+            return _Computed(lambda held: len(held) + one - length, (_Left(self.name),))
+
+        return replace(self, value=pytree.tree_unflatten(map(term, own, others), structure))
 
     def is_like(self, other: "Recorded") -> bool:
         """Whether the plain data beside the numbers is that of another capture."""
@@ -141,8 +163,12 @@ class Recording:
 
 def is_recordable(value: Any) -> bool:
     """Whether it is plain data with numbers of the model in it."""
-    leaves = pytree.tree_leaves(value)
-    return any(map(is_number, leaves)) and all(isinstance(leaf, SIMPLE) for leaf in leaves)
+    return any(map(is_number, pytree.tree_leaves(value))) and may_be_appended(value)
+
+
+def may_be_appended(value: Any) -> bool:
+    """Whether it is plain data, with numbers of the model or without."""
+    return all(isinstance(leaf, SIMPLE) for leaf in pytree.tree_leaves(value))
 
 
 def _plain_of(term: Any) -> Any:

@@ -170,19 +170,16 @@ def leave_numbers(
         rows = zip(*columns, strict=True) if columns else ([] for _ in part.microbatches)
         turns += ((n, part, list(row)) for n, row in zip(part.microbatches, rows, strict=True))
     reads = {read.name: read for _, part, _ in turns for read in part.records}
-    more = {name: list[Any]() for name, read in reads.items() if read.is_more}
     left = {name: read.now() for name, read in reads.items()}
     for _, part, results in sorted(turns, key=lambda turn: turn[0]):
         after = {read.name: read.after(results, left) for read in part.records}
         for name, value in after.items():
-            if name in more:
-                more[name] += value
+            if reads[name].is_more:
+                left[name].extend(value)
             else:
                 left[name] = value
     for name, read in reads.items():
-        if name in more:
-            read.now().extend(more[name])
-        elif read.put is not None:
+        if read.put is not None and not read.is_more:
             read.put(left[name])
 
 

@@ -242,7 +242,9 @@ class Tracing:
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
                 log.note_contents(recorder.is_constant)
-                others, known_too = numbers_left(log, values, contents, recorder.is_known)
+                others, known_too = numbers_left(
+                    log, values, contents, recorder.is_known, self.state.filled_once
+                )
                 left = [*stand_ins.left, *others]
                 computed.update((read.name, read) for read, _ in left)
                 by_inputs.update(known_too)
