@@ -409,7 +409,8 @@ def without_counted(read: Read, counted: Set[str]) -> Read:
     def now() -> Any:
         return others(read.name, plain(read.now(), read.names))
 
-    return Read(read.name, others(read.name, read.value), now, put=read.put)
+    value = others(read.name, read.value)
+    return Read(read.name, value, now, put=read.put, whole=read.whole or read.now)
 
 
 def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:

@@ -66,16 +66,16 @@ def entry(read: Read, key: Any, value: Any) -> Read:
     """What is in a container."""
 
     def now() -> Any:
-        held = read.now()
+        held = read.held
         if isinstance(held, dict):
             return held.get(key, MISSING)
         return held[key] if isinstance(held, CONTAINERS) and key < len(held) else MISSING
 
     def put(new: Any) -> None:
         if new is MISSING:
-            read.now().pop(key, None)
+            read.held.pop(key, None)
         else:
-            read.now()[key] = new
+            read.held[key] = new
 
     return Read(f"{read.name}[{key!r}]", value, now, read.names, put)
 

@@ -46,7 +46,7 @@ class RecordRead(Read):
     @classmethod
     def of(cls, read: Read, is_more: bool = False) -> Self:
         """The place of another read."""
-        return cls(read.name, read.value, read.now, read.names, read.put, is_more)
+        return cls(read.name, read.value, read.now, read.names, read.put, is_more=is_more)
 
     def change(self) -> Change | None:
         """Whether the program cannot go on from what is there."""

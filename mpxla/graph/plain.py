@@ -129,6 +129,7 @@ class Read:
         now: gives what it is.
         names: as for `plain`.
         put: puts a value in its place; None where nothing can.
+        whole: gives the container itself, where `now` gives a copy without some of its entries.
     """
 
     name: str
@@ -136,6 +137,12 @@ class Read:
     now: Callable[[], Any]
     names: Set[str] = frozenset()
     put: Callable[[Any], None] | None = None
+    whole: Callable[[], Any] | None = None
+
+    @property
+    def held(self) -> Any:
+        """What is in its place."""
+        return (self.whole or self.now)()
 
     def give(self, value: Any) -> None:
         """Puts a value in its place, which must be one that something can be put into."""

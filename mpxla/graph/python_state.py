@@ -344,19 +344,19 @@ class PythonState:
             return set()
         left: dict[str, list[tuple[Any, Any]]] = {read.name: [] for read in filled}
         for read in filled:
-            note_content(read.now(), left[read.name])
+            note_content(read.held, left[read.name])
         is_same = _comes_again(first, capture)
         memos = {name for name, contents in left.items() if all(map(is_as_left, contents))}
         for container, content in (pair for contents in left.values() for pair in contents):
             refill(container, content)
+        entries, others = first.entries(), [read for read in filled if read.name not in memos]
+        if self._may_count and others and all(has_no_others(read, entries) for read in others):
+            raise _FlagError(entries)
         if is_same:
             stay = {id(container) for name in memos for container, _ in left[name]}
             # Questions start again, but for these, which they are known with.
             self.contents[:] = [known for known in self.contents if id(known[0]) not in stay]
             return memos
-        entries = first.entries()
-        if self._may_count and all(has_no_others(read, entries) for read in filled):
-            raise _FlagError(entries)
         raise CaptureError(_COMPUTES.format(name=filled[0].name, line=""))
 
     def _follow(self, first: Attempt, names: Collection[str]) -> None:
