@@ -85,8 +85,9 @@ class Asking:
                 waiting.setdefault(plan, []).append(number)
             else:
                 call.ways[number] = plan
-                changed = plan.cut.step.changed
-                asking = next((q for q in questions if not changed.isdisjoint(q.asks_of)), None)
+                asking = next((q for q in questions if q.goes_by(plan)), None)
+                if len(call.ways) > 1:
+                    _warn_of_numbers(questions, plan)
                 is_next = not waiting and call.wanted is None
                 if asking is not None and is_next and number + 1 < len(call.ways):
                     call.end = number + 1
@@ -116,7 +117,7 @@ class Asking:
 
     def _problem_of_turns(self, question: Plan, plan: Plan) -> str | None:
         """Why microbatches cannot run one after the other where one decides for those after it."""
-        names = " and ".join(sorted(question.asks_of & plan.cut.step.changed))
+        names = " and ".join(sorted(question.goes_by(plan)))
         function = plan.signature.function
         line = question.cut.step.asked[-1]
         text = f"branches{line} on a value that depends on {names}, which"
@@ -213,6 +214,21 @@ def _problem_of_number(plan: Plan, known: Iterable[Plan]) -> str | None:
         f"depend on the model, in more than {MOST_WAYS} ways. Each is a program of its own: use "
         f"torch.where or a mask in place of the branch, or loop a fixed number of times."
     )
+
+
+def _warn_of_numbers(questions: Iterable[Plan], plan: Plan) -> None:
+    """Tells the user of what may decide for later microbatches, of one call."""
+    function = plan.signature.function
+    for question in questions:
+        line = question.cut.step.asked[-1]
+        for name in question.may_go_by(plan):
+            warn_once(
+                f"{name} in questions of {function}",
+                f"step function {function.rpartition('.')[2]} branches{line}, and leaves a number "
+                f"of the model in {name}. If it branches by that, all microbatches of a call go by "
+                f"what was there before the call. Make it an attribute of the model or of an "
+                f"object, or a buffer: microbatches then run one after the other.",
+            )
 
 
 def _warn(plan: Plan) -> None:

@@ -249,6 +249,7 @@ class StepEngine:
             problem = one.plan.runner.problem_of_results(call.signature.function, ran)
             if problem is not None:
                 raise as_announced(StepError(problem))  # all ranks of the pipeline see it
+        self._runner.leave(parts)
         return parts, [ran.run for ran in found]
 
     def _describe(self, plan: StepPlan) -> dict[str, object]:

@@ -107,12 +107,12 @@ class CallRunner:
         ]
         return parts, found
 
-    def outputs(self, parts: Sequence[Part], own: slice) -> Any:
-        """What the step function returns, of the microbatches that this rank brought.
-
-        Numbers of the model are then where the function leaves them.
-        """
+    def leave(self, parts: Sequence[Part]) -> None:
+        """Numbers of the model are then where the step function leaves them."""
         leave_numbers(parts, self._backend.publish)
+
+    def outputs(self, parts: Sequence[Part], own: slice) -> Any:
+        """What the step function returns, of the microbatches that this rank brought."""
         return build_outputs(parts, own, self._backend.publish, self._backend.adopt)
 
     def ask(self, question: Pass, seed: int) -> list[list[int]]:

@@ -99,6 +99,23 @@ class Plan:
         """Parameters and buffers by which it answers, if it is a question."""
         return state_read(self.cut.step) if self.is_question else set()
 
+    def goes_by(self, plan: "Plan") -> set[str]:
+        """What another plan writes to, and this question answers by: also numbers in objects."""
+        if not self.is_question:
+            return set()
+        left = {read.name for read in plan.records if "." in read.name and not read.is_more}
+        own = {read.name for read in self.view.reads if not isinstance(read, RecordRead)}
+        return (self.asks_of & plan.cut.step.changed) | (left & own)
+
+    def may_go_by(self, plan: "Plan") -> list[str]:
+        """Numbers that another plan leaves in globals and closures, which this question may read.
+
+        What a function names of them, it need not have read.
+        """
+        left = sorted(read.name for read in plan.records if not read.is_more)
+        own = {read.name for read in self.view.reads if not isinstance(read, RecordRead)}
+        return [name for name in left if "." not in name and name.partition("[")[0] in own]
+
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
         """(microbatch, what Python would read otherwise) of a call; None if nothing."""
         for microbatch, leaves in enumerate(tensors):
