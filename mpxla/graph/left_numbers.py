@@ -104,20 +104,27 @@ def numbers_left(
     found = [_of(read, last) for read, last in log.numbers_left()]
     for read in outer:
         now = read.now()
-        if read.put is not None and is_simple(read.value) and is_recordable(now):
+        is_open = is_simple(read.value) or isinstance(read.value, torch.Tensor)
+        if read.put is not None and is_open and is_recordable(now, with_tensors=True):
             found.append(_of(read, now))
-    for read in (*outer, *(read for read, _ in log.filled())):
+        found += _in_container(read, held, with_tensors=True)
+    for read, _ in log.filled():  # tensors there are carried, or caches
         found += _in_container(read, held)
     counts = Counter(one.read.name for one in found)
     left: list[LeftNumber] = []
     given: dict[str, RecordRead] = {}
     for one in found:
-        numbers = [leaf for leaf in pytree.tree_leaves(one.value) if is_number(leaf)]
+        leaves = pytree.tree_leaves(one.value)
+        numbers = [leaf for leaf in leaves if is_number(leaf)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if one.read.is_more and one.read.name in filled_once and not numbers:
+            continue
+        if any(map(is_known, tensors)):  # as of caches
             continue
         if one.read.name in log.counted or counts[one.read.name] > 1:  # which cannot be told apart
             continue
-        if one.read.is_more or not all(is_known(number.tensor) for number in numbers):
+        is_followed = not tensors and all(is_known(number.tensor) for number in numbers)
+        if one.read.is_more or not is_followed:
             left.append(one)
             _put_back(one.read)
         elif is_number(one.value):
@@ -129,7 +136,9 @@ def _of(read: Read, value: Any, is_more: bool = False) -> LeftNumber:
     return LeftNumber(RecordRead.of(read, is_more), value)
 
 
-def _in_container(read: Read, held: Mapping[int, Any]) -> list[LeftNumber]:
+def _in_container(
+    read: Read, held: Mapping[int, Any], with_tensors: bool = False
+) -> list[LeftNumber]:
     now = read.now()
     before = held.get(id(now))
     if before is None:
@@ -140,26 +149,26 @@ def _in_container(read: Read, held: Mapping[int, Any]) -> list[LeftNumber]:
             return []
         if more:
             whole = Read(read.name, before, read.now, read.names)
-            return [_of(whole, more, is_more=True)] if may_be_appended(more) else []
+            return [_of(whole, more, is_more=True)] if may_be_appended(more, with_tensors) else []
     found: list[LeftNumber] = []
     for key, value in now.items() if isinstance(now, dict) else enumerate(now):
         old = before.get(key, MISSING) if isinstance(before, dict) else before[key]
         part = entry(read, key, old)
-        make = _maker(now, value) if old is MISSING else None
+        make = _maker(now, value, with_tensors) if old is MISSING else None
         if make is not None:
             raise _NewEntryError(now, key, make)
         if isinstance(value, CONTAINERS) and value is old:
-            found += _in_container(part, held)
-        elif value is not old and _is_plain(old) and is_recordable(value):
+            found += _in_container(part, held, with_tensors)
+        elif value is not old and _is_plain(old) and is_recordable(value, with_tensors):
             found.append(_of(part, value))
     return found
 
 
-def _maker(container: Any, value: Any) -> Callable[[], Any] | None:
+def _maker(container: Any, value: Any, with_tensors: bool) -> Callable[[], Any] | None:
     """What makes a new entry of a dictionary that every microbatch goes on with, if it is one."""
     if type(value) is list:
         is_new = getattr(container, "default_factory", None) is list and may_be_appended(value)
-        return list if value and (is_new or all(map(is_recordable, value))) else None
+        return list if value and (is_new or is_recordable(value, with_tensors)) else None
     if type(container) is Counter:
         return int if isinstance(value, int) else None
     is_object = not isinstance(value, (*SIMPLE, *CONTAINERS, torch.Tensor, Number))
@@ -183,7 +192,8 @@ class _NewEntryError(AgainError):
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is plain data."""
-    return is_simple(value) or all(isinstance(leaf, SIMPLE) for leaf in pytree.tree_leaves(value))
+    kinds = (*SIMPLE, torch.Tensor)
+    return is_simple(value) or all(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
 
 
 def _appended(before: Sequence[Any], now: Any) -> list[Any] | None:
@@ -231,10 +241,11 @@ class StandIns:
             if some is not None:
                 value = value + some.detach().reshape(-1)[0].double()
             stand_in, now = Before(name, value), read.now()
+            is_tensor = isinstance(now, torch.Tensor)
             if read.is_more:
                 now.extend([stand_in] * _MANY)
                 self._given[name] = list(now)
-            elif is_plain_number(now) or now is None or now is MISSING:
+            elif is_plain_number(now) or now is None or now is MISSING or is_tensor:
                 self._given[name] = stand_in
                 read.give(stand_in)
             elif isinstance(now, (*CONTAINERS, tuple)):  # another one is to be put there
@@ -249,7 +260,7 @@ class StandIns:
             now, given = read.now(), self._given.pop(name, read.value)
             if read.is_more:
                 more = _appended(given, now)
-                if more and may_be_appended(more):
+                if more and may_be_appended(more, with_tensors=True):
                     self.left.append(LeftNumber(read, more))
             elif now is not given:
                 self.left.append(LeftNumber(read, now))

@@ -3,6 +3,7 @@
     self.last = loss.item()                      what the last microbatch gives
     self.total += loss.item()                    every microbatch adds to it
     losses.append(round(loss.item(), 4))         one more for each
+    seen["first"] = output.detach()              tensors, in globals and closures
 
 While the step is captured they have no values. What `.item()` has read becomes results of the step,
 and how Python goes on from there is written down (`number.py`): when the step has run, it is
@@ -18,8 +19,9 @@ from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
-from mpxla.graph.number import Number, NumberRead, is_number
+from mpxla.graph.number import NumberRead, is_number
 from mpxla.graph.plain import SIMPLE
 
 __all__ = ["Before", "Recorded", "Recording", "is_recordable", "may_be_appended"]
@@ -38,9 +40,10 @@ class Before(NumberRead):
 
 @dataclass(frozen=True)
 class _Result:
-    """A number that is a result of the step."""
+    """A number, or a tensor, that is a result of the step."""
 
     place: int
+    is_tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,14 @@ class Recorded:
         """The value.
 
         Args:
-            results: the numbers among the step's results.
+            results: the tensors of these among the step's results.
             left: what is in places before the microbatch, by name.
         """
 
         def value(term: Any) -> Any:
             if isinstance(term, _Result):
-                return results[term.place]
+                found = results[term.place]
+                return found if term.is_tensor else found.item()
             if isinstance(term, _Left):
                 return left[term.name]
             return term.function(*map(value, term.terms)) if isinstance(term, _Computed) else term
@@ -134,7 +138,7 @@ class Recording:
 
     def __init__(self, left: Mapping[str, Any] | None = None) -> None:
         self._places: dict[int, int] = {}
-        self._numbers: list[Number] = []
+        self._tensors: list[torch.Tensor] = []
         self.recorded = tuple(
             Recorded(name, pytree.tree_map(self._term, value))
             for name, value in sorted((left or {}).items())
@@ -143,9 +147,11 @@ class Recording:
     @property
     def results(self) -> list[torch.Tensor]:
         """What the step has to return, of shape []."""
-        return [number.tensor.clone() for number in self._numbers]
+        return [tensor.detach().clone() for tensor in self._tensors]
 
     def _term(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            return self._result(value, value, is_tensor=True)
         if not is_number(value):
             return value
         if issubclass(type(value), Before):
@@ -155,20 +161,33 @@ class Recording:
         if value.made_by is not None:
             function, of = value.made_by
             return _Computed(function, tuple(map(self._term, of)))
+        return self._result(value, value.tensor)
+
+    def _result(self, value: Any, tensor: torch.Tensor, is_tensor: bool = False) -> _Result:
         if id(value) not in self._places:
-            self._places[id(value)] = len(self._numbers)
-            self._numbers.append(value)
-        return _Result(self._places[id(value)])
+            self._places[id(value)] = len(self._tensors)
+            self._tensors.append(tensor)
+        return _Result(self._places[id(value)], is_tensor)
 
 
-def is_recordable(value: Any) -> bool:
-    """Whether it is plain data with numbers of the model in it."""
-    return any(map(is_number, pytree.tree_leaves(value))) and may_be_appended(value)
+def is_recordable(value: Any, with_tensors: bool = False) -> bool:
+    """Whether it is plain data with numbers of the model in it, or with its tensors."""
+    leaves = pytree.tree_leaves(value)
+    is_open = any(is_number(leaf) or isinstance(leaf, FakeTensor) for leaf in leaves)
+    return is_open and may_be_appended(value, with_tensors)
 
 
-def may_be_appended(value: Any) -> bool:
-    """Whether it is plain data, with numbers of the model or without."""
-    return all(isinstance(leaf, SIMPLE) for leaf in pytree.tree_leaves(value))
+def may_be_appended(value: Any, with_tensors: bool = False) -> bool:
+    """Whether it is plain data, with numbers (or tensors) of the model or without."""
+    return all(
+        isinstance(leaf, SIMPLE)
+        or (with_tensors and isinstance(leaf, FakeTensor) and leaf.numel() <= _LARGEST)
+        for leaf in pytree.tree_leaves(value)
+    )
+
+
+_LARGEST = 65_536
+"""Elements of a tensor that is left."""
 
 
 def _plain_of(term: Any) -> Any:

@@ -166,7 +166,7 @@ def leave_numbers(
     """
     turns: list[tuple[int, Part, list[Any]]] = []
     for part in (part for part in parts if part.records):
-        columns = [[v.item() for v in publish(part.results[i]())] for i in part.numbers]
+        columns = [publish(part.results[i]()) for i in part.numbers]
         rows = zip(*columns, strict=True) if columns else ([] for _ in part.microbatches)
         turns += ((n, part, list(row)) for n, row in zip(part.microbatches, rows, strict=True))
     reads = {read.name: read for _, part, _ in turns for read in part.records}

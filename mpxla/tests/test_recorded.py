@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 import mpxla as smp
@@ -114,6 +115,11 @@ class Net(nn.Module):
         log["calls"] = log.get("calls", 0) + 1
         log["norm"] = norm
 
+    def tensors_left(self, h, norm):
+        log["h"] = h.detach()
+        losses.append(h.detach().mean())
+        state.setdefault("means", []).append({"mean": h.detach().mean(), "norm": norm})
+
     def beside_a_counter(self, h, norm):
         self.num_calls += 1
         self.norm = norm / self.num_calls
@@ -169,9 +175,9 @@ def values_of(model):
         "latest norm total ema num_calls history window stats nested by_name slow is_large fresh"
     )
     values = [getattr(model, name, None) for name in names.split()]
-    values = repr(
-        [values, vars(model.meter), log, losses, windows, total, sums, history, tally, state]
-    )
+    tensors_in = log, losses, state  # of any device
+    numbers = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.tolist(), tensors_in)
+    values = repr([values, vars(model.meter), numbers, windows, total, sums, history, tally])
     return values + repr([vars(meter) for meter in meters.values()])
 
 
@@ -195,7 +201,7 @@ def train(keys, kinds):
     ("kinds", "stages"),
     [
         (["beside_a_counter", "counted_in_globals", "in_new_entries"], 2),
-        (["plain_data_appended", "begun_beside_a_number"], 1),
+        (["plain_data_appended", "begun_beside_a_number", "tensors_left"], 1),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )
