@@ -286,6 +286,8 @@ class PythonState:
             names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")
             hint = _SHORTENED if any(computed[name].is_more for name in names) else ""
+            if any(found[name].has_tensors for name in names):
+                hint = _SUMMED
             raise CaptureError(
                 f"The step function computes with {' or '.join(names)}, and gives it a number that "
                 f"the model has computed{line}, by which the next microbatch would go. Make it a "
@@ -415,6 +417,7 @@ _COMPUTES = (
 )
 
 
+_SUMMED = " Numbers of Python may be added up: total += loss.item() in the place of total += loss."
 _SHORTENED = (
     " Where it only takes old numbers out of a list that is too long, make that a "
     "collections.deque with a maxlen."

@@ -88,6 +88,12 @@ class Recorded:
         """Whether it has no numbers of the model."""
         return all(_plain_of(leaf) is leaf for leaf in pytree.tree_leaves(self.value))
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether tensors are among its results."""
+        leaves = pytree.tree_leaves(self.value)
+        return any(isinstance(leaf, _Result) and leaf.is_tensor for leaf in leaves)
+
     def numbered(self, other: "Recorded", length: int, more: int) -> "Recorded":
         """Goes by the length of a list where another capture, with `more` in it, does.
 
