@@ -45,7 +45,7 @@ from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_writes import HiddenWrites
-from mpxla.graph.carried import CarriedError, Form, carried_of, form_of
+from mpxla.graph.carried import CarriedError, Form, carried_of, form_of, is_carried
 from mpxla.graph.control_flow import CONTROL_FLOW
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged, restored
@@ -316,6 +316,7 @@ def traceable(
         _fake_state(model, fake_mode, trained) as attributes,
         host_autocast(),
         _inference_without_gradients(),
+        _modules_stay(),
         _numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
         exchanged(jit_state, enabled=False),  # nor does `torch.jit.script` compile: not our `math`
@@ -333,6 +334,25 @@ def traceable(
         static_transformers(),
     ):
         yield attributes
+
+
+def _modules_stay() -> contextlib.AbstractContextManager[None]:
+    """Lets `layer.to(x.device)` in a forward do nothing: stages have their devices.
+
+    Torch would look at gradients, and exchange what parameters hold.
+    """
+    convert: Callable[..., nn.Module] = nn.Module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
+        held = (*self.parameters(), *self.buffers())
+        own = {t.dtype for t in held if t.is_floating_point() or t.is_complex()}
+        return self if dtype is None or own <= {dtype} else convert(self, *args, **kwargs)
+
+    def stay(self: nn.Module, *_: Any) -> nn.Module:
+        return self
+
+    return exchanged(nn.Module, to=to, cuda=stay, cpu=stay)
 
 
 def _inference_without_gradients() -> contextlib.AbstractContextManager[None]:
@@ -471,7 +491,18 @@ def carried_attributes_written(model: nn.Module) -> Generator[None]:
     """
     carried = [one for module in model.modules() for one in carried_of(vars(module)).values()]
     buffers = [one.show() for one in carried]
-    yield
+    register = nn.Module.register_buffer
+
+    def register_buffer(
+        self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        if is_carried(vars(self), name):  # it was a buffer before
+            setattr(self, name, tensor)
+        else:
+            register(self, name, tensor, persistent)
+
+    with exchanged(nn.Module, register_buffer=register_buffer):
+        yield
     for one, held in zip(carried, buffers, strict=True):
         pairs = zip(held, one.end() or held, strict=True)
         # Copies first: some may be given to each other.

@@ -367,9 +367,14 @@ def carried_of(attributes: Mapping[str, Any]) -> dict[str, Carried]:
     return {name: one for name, one in found.items() if not one.is_cache} if found else {}
 
 
+def is_carried(attributes: Mapping[str, Any], name: str) -> bool:
+    """Whether steps give an attribute of a module tensors."""
+    return name in attributes.get(_CARRIED, ())
+
+
 def is_cache(attributes: Mapping[str, Any], name: str) -> bool:
     """Whether steps give an attribute of a module what is the same in every call."""
-    return name in attributes.get(_CARRIED, ()) and name not in carried_of(attributes)
+    return is_carried(attributes, name) and name not in carried_of(attributes)
 
 
 def settle(

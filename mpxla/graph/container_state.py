@@ -66,16 +66,16 @@ def entry(read: Read, key: Any, value: Any) -> Read:
     """What is in a container."""
 
     def now() -> Any:
-        held = read.held
+        held = read.content
         if isinstance(held, dict):
             return held.get(key, MISSING)
         return held[key] if isinstance(held, CONTAINERS) and key < len(held) else MISSING
 
     def put(new: Any) -> None:
         if new is MISSING:
-            read.held.pop(key, None)
+            read.content.pop(key, None)
         else:
-            read.held[key] = new
+            read.content[key] = new
 
     return Read(f"{read.name}[{key!r}]", value, now, read.names, put)
 

@@ -140,7 +140,7 @@ class Read:
     whole: Callable[[], Any] | None = None
 
     @property
-    def held(self) -> Any:
+    def content(self) -> Any:
         """What is in its place."""
         return (self.whole or self.now)()
 

@@ -346,7 +346,7 @@ class PythonState:
             return set()
         left: dict[str, list[tuple[Any, Any]]] = {read.name: [] for read in filled}
         for read in filled:
-            note_content(read.held, left[read.name])
+            note_content(read.content, left[read.name])
         is_same = _comes_again(first, capture)
         memos = {name for name, contents in left.items() if all(map(is_as_left, contents))}
         for container, content in (pair for contents in left.values() for pair in contents):
