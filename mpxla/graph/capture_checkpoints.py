@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -38,8 +39,14 @@ def inside(region: Region) -> Generator[None]:
 
 
 def run_checkpointed(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """Runs the body of a reentrant checkpoint."""
-    with inside(Region(_name(body))):
+    """Runs the body of a reentrant checkpoint.
+
+    PyTorch gives the body's parameters gradients only if one of its inputs takes part in them, and
+    warns.
+    """
+    torch_checkpoint.check_backward_validity(inputs)
+    counts = any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+    with inside(Region(_name(body))), contextlib.nullcontext() if counts else torch.no_grad():
         return body(*inputs)
 
 

@@ -191,6 +191,12 @@ class Constants:
             return args, named
         return pytree.tree_map(valued, (args, kwargs))
 
+    def has_unknown_numbers(self, tree: Any) -> bool:
+        """Whether one of its leaves was read of a tensor whose value is not known."""
+        leaves = pytree.tree_leaves(tree)
+        read = [leaf for leaf in leaves if issubclass(type(leaf), NumberRead)]
+        return any(not self.has_value(number.tensor) for number in read)
+
     def _as_integer(self, leaf: Any) -> Any:
         """The number in the place of a known tensor, or of what was read and may be asked for."""
         if isinstance(leaf, torch.Tensor):

@@ -336,6 +336,15 @@ def _stack(
     return stack
 
 
+def _broadcast_tensors(*tensors: Any) -> tuple[torch.Tensor, ...]:
+    """`torch.broadcast_tensors`, of which export makes one operator of all tensors: not views,
+    and with gradients (zeros) to those whose results nobody uses.
+    """
+    given = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))
+    return tuple(tensor.expand(shape) for tensor in given)
+
+
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     # Of rows that masks choose, only `cat` is known.
     **dict.fromkeys((torch.concat, torch.concatenate), torch.cat),
@@ -343,6 +352,7 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.hstack: _stack(torch.hstack, torch.atleast_1d, 1),
     torch.dstack: _stack(torch.dstack, torch.atleast_3d, 2),
     torch.column_stack: _stack(torch.column_stack, _as_column, 1),
+    torch.broadcast_tensors: _broadcast_tensors,
     torch.scalar_tensor: _of_data(torch.scalar_tensor),
     torch.full: _full(torch.full, torch.empty, 1),
     torch.full_like: _full(torch.full_like, torch.empty_like, 1),

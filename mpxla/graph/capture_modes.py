@@ -53,6 +53,7 @@ from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.number import NO_VALUE
+from mpxla.graph.number_functions import FUNCTIONS_OF_NUMBERS
 from mpxla.graph.recorder import current_recorder
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
@@ -189,6 +190,10 @@ class StepSemantics(TorchFunctionMode):
             return self.selected.set(*args)
         if func in _VERDICTS:
             return self._verdict(_VERDICTS[func], args, kwargs)
+        of_numbers = FUNCTIONS_OF_NUMBERS.get(func)
+        if of_numbers is not None and self.constants.has_unknown_numbers((args, kwargs)):
+            with self:
+                return of_numbers(*args, **kwargs)
         func = CAPTURED_FUNCTIONS.get(func, func)
         if torch.is_grad_enabled() or not args or not isinstance(args[0], FakeTensor):
             return self._called(func, args, kwargs)

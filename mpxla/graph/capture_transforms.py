@@ -86,6 +86,13 @@ def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _left(tree: Any, has_gradients: bool) -> Any:
+    """What a derivative leaves: torch computes it with gradients under `no_grad` too."""
+    if has_gradients:
+        return tree
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
+
+
 def _pushed(
     function: Callable[..., Any],
     primals: tuple[Any, ...],
@@ -105,6 +112,7 @@ def _pushed(
         pulled = pytree.tree_leaves(pull(pytree.tree_unflatten(seeds, structure)))
         given = pytree.tree_leaves(tangents)
         pushed = _torchs._autograd_grad(pulled, seeds, given, create_graph=True)
+    pushed = _left(pushed, torch.is_grad_enabled())
     return output, pytree.tree_unflatten(pushed, structure), *aux
 
 
@@ -138,10 +146,11 @@ def transforms_captured() -> Generator[None]:
     with (
         exchanged(
             eager_transforms,
-            grad_increment_nesting=lambda: contextlib.nullcontext(0),
+            # In the place of a level: whether there are gradients outside.
+            grad_increment_nesting=lambda: contextlib.nullcontext(torch.is_grad_enabled()),
             _wrap_all_tensors=mapped(torch.clone),  # by which something can be differentiated
             _create_differentiable=mapped(_leaf),
-            _undo_create_differentiable=lambda tree, level=None: tree,
+            _undo_create_differentiable=lambda tree, level: _left(tree, level),
             _jvp_with_argnums=_pushed,
             vmap=_columns,
         ),

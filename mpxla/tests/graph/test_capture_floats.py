@@ -54,6 +54,28 @@ SAME = {
     "value": lambda h: torch.addcmul(h, h, h, value=float(h.mean())),
     "scalar_tensor": lambda h: h * torch.scalar_tensor(float(h.mean())),
     "clamp": lambda h: torch.clamp(h, -float(h.std()), float(h.std())),
+    "linspace": lambda h: h * torch.linspace(-1, float(h.std()), 4),
+    "a linspace of one": lambda h: h * torch.linspace(h.mean().item(), 5, 1),
+}
+
+OF_SETTINGS = {
+    "leaky_relu": lambda h, a: F.leaky_relu(h * 1, a, inplace=True) - F.leaky_relu(h, a),
+    "elu": lambda h, a: F.elu(h * 500, a) * F.elu(h, alpha=a, inplace=False),
+    "celu": lambda h, a: F.celu(h * 500, a) * torch.celu(h, alpha=a),
+    "softplus": lambda h, a: F.softplus(h, a, threshold=a) + F.softplus(h * 500, beta=a),
+    "threshold": lambda h, a: F.threshold(h, a / 9, a) + F.threshold(h, 0.1, -a),
+    "hardtanh": lambda h, a: F.hardtanh(h * 9, -a, a) + F.hardtanh(h, max_val=a),
+    "hardshrink": lambda h, a: F.hardshrink(h, a) + h.sin(),
+    "softshrink": lambda h, a: F.softshrink(h * 2, a),
+    "nan_to_num": lambda h, a: (h.detach().sqrt() / 0).nan_to_num(a, posinf=2 * a) * h,
+    "layer_norm": lambda h, a: F.layer_norm(h, (4,), h[0], h[1], a) + F.layer_norm(h, (3, 4), eps=a),
+    "bfloat16": lambda h, a: F.elu(h.bfloat16(), a),
+    "a norm of bfloat16": lambda h, a: F.layer_norm(h.bfloat16(), (4,), eps=a).detach() + h,
+    "no dropout": lambda h, a: F.dropout(h, a * 0) + F.dropout(h, a, training=False),
+    "all of a dropout": lambda h, a: F.dropout(h, a / a) + h,
+    "huber_loss": lambda h, a: F.huber_loss(h, h.detach().relu() * 3, delta=a) + h,
+    "attention": lambda h, a: F.scaled_dot_product_attention(*[h[None, None]] * 3, scale=a),
+    "a known number": lambda h, a: F.leaky_relu(h, torch.tensor(0.25).item()),
 }
 
 
@@ -81,6 +103,28 @@ def test_numbers_compute_as_python_has_them(name):
     for leaf, value in zip(found.result_leaves, expected, strict=True):
         got = results[leaf.output]
         torch.testing.assert_close(got.to(torch.as_tensor(value).dtype), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("name", OF_SETTINGS)
+def test_settings_that_were_read(name):
+    def function(h):
+        h = h * torch.tensor([1.0, 2, -1, 1])
+        found = OF_SETTINGS[name](h, h.std().item())
+        (change,) = torch.autograd.grad((found * found).sum(), h)
+        return found, change
+
+    model, step, found = captured(function)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    results = outputs_of(found, model, [x])
+    for leaf, value in zip(found.result_leaves, step([x]), strict=True):
+        torch.testing.assert_close(results[leaf.output], value, equal_nan=True)
+
+
+def test_a_dropout_that_was_read():
+    model, _, found = captured(lambda h: F.dropout(h * 0 + 1, 0.25 + h.std().item() * 0))
+    results = outputs_of(found, model, [torch.ones(3, 4)])
+    values = results[found.result_leaves[0].output].unique().tolist()
+    assert values == pytest.approx([0, 1 / 0.75])
 
 
 def test_texts_say_that_there_is_no_number(caplog):

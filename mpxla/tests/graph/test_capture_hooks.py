@@ -220,7 +220,8 @@ def test_checkpoints_are_ordinary_operators(is_reentrant):
     model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(4, 6)
 
     def step(leaves):
-        hidden = torch.utils.checkpoint.checkpoint(model[:2], leaves[0], use_reentrant=is_reentrant)
+        given = leaves[0].requires_grad_() if is_reentrant else leaves[0]
+        hidden = torch.utils.checkpoint.checkpoint(model[:2], given, use_reentrant=is_reentrant)
         loss = model[2](hidden).mean()
         current_recorder().backward(loss)
         return loss
