@@ -44,7 +44,7 @@ from mpxla.graph.capture_pieces import Pieces
 from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
-from mpxla.graph.capture_writes import HiddenWrites
+from mpxla.graph.capture_writes import HiddenWrites, described
 from mpxla.graph.carried import CarriedError, Form, carried_of, form_of, is_carried
 from mpxla.graph.control_flow import CONTROL_FLOW
 from mpxla.graph.decisions import Tape
@@ -455,8 +455,8 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
     Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
 
     Raises:
-        CarriedError: the new tensor has another shape, and the buffer is in no checkpoint: it is
-            to be an attribute, which may change its shape.
+        CarriedError: the new tensor has another shape or dtype, and the buffer is in no checkpoint:
+            it is to be an attribute, which may change both.
         CaptureError: the same of a buffer that is in checkpoints.
     """
     modules = [(path, m, dict(m._buffers)) for path, m in model.named_modules()]  # pyright: ignore[reportPrivateUsage]
@@ -469,17 +469,20 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
             if new is old:
                 continue
             table[name] = old
-            if old is not None and new is not None and new.shape == old.shape:
-                old.copy_(new.detach())
-                continue
             form = form_of(new)
             passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            if form is None or name not in passing:
-                shapes = [None if t is None else list(t.shape) for t in (old, new)]
+            is_kept = form is None or name not in passing
+            if old is not None and new is not None and new.shape == old.shape:
+                keeps_values = torch.can_cast(new.dtype, old.dtype)  # but for their precision
+                if new.dtype is old.dtype or (is_kept and keeps_values):
+                    old.copy_(new.detach())
+                    continue
+            if form is None or is_kept:
                 raise CaptureError(
-                    f"The step function assigns to the buffer {path}{'.' if path else ''}{name} of "
-                    f"shape {shapes[0]} a tensor of shape {shapes[1]}. Register it with the shape "
-                    f"that it keeps, or with persistent=False if checkpoints need not have it."
+                    f"The step function assigns to the buffer {path}{'.' if path else ''}{name}, "
+                    f"{described(old)}, another tensor, {described(new)}. Register it with the "
+                    f"shape and dtype that it keeps, or with persistent=False if checkpoints need "
+                    f"not have it."
                 )
             resized.append((module, name, form))
     if resized:

@@ -18,7 +18,7 @@ from mpxla.graph.capture_contents import Contents
 from mpxla.graph.capture_flags import Flags
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["HiddenWrites"]
+__all__ = ["HiddenWrites", "described"]
 
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
@@ -148,12 +148,15 @@ class HiddenWrites:
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise CaptureError(
                 f"The step function gives a tensor data of another shape or dtype"
-                f"{at_user_line()}: {_described(value)} in place of {_described(tensor)}. A "
+                f"{at_user_line()}: {described(value)} in place of {described(tensor)}. A "
                 f"captured step writes to tensors of their shape: compute with a tensor of its own "
                 f"(weight = f(self.weight), and a functional call)."
             )
         self.contents.give(tensor, value)
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor | None) -> str:
+    """What a message says of a tensor."""
+    if tensor is None:
+        return "None"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

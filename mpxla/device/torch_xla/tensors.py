@@ -65,6 +65,8 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     the next program, though the value is there. A view needs no thread.
     """
     tensor = tensor.detach()
+    if _loses_parts(tensor):
+        return to_host([tensor])[0]
     if tensor.device.type != "xla" or not is_host_device():
         return tensor.cpu()
     if _xla._check_tensor_need_materialization([tensor])[0]:
@@ -94,11 +96,21 @@ def is_host_device() -> bool:
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies tensors to the host at one point in time; nothing shares memory with the originals."""
     on_device = [t.detach() for t in tensors if t.device.type == "xla"]
+    on_device = [torch.view_as_real(t) if _loses_parts(t) else t for t in on_device]
     copies = iter(_xla._xla_get_cpu_tensors(on_device) if on_device else ())
-    return [
-        next(copies) if t.device.type == "xla" else t.detach().clone(memory_format=_COMPACT)
-        for t in tensors
-    ]
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "xla":
+            return tensor.detach().clone(memory_format=_COMPACT)
+        copied = next(copies)
+        return torch.view_as_complex(copied) if _loses_parts(tensor) else copied
+
+    return list(map(copy_of, tensors))
+
+
+def _loses_parts(tensor: torch.Tensor) -> bool:
+    """Whether torch_xla (2.9) would copy the real parts only to the host."""
+    return tensor.device.type == "xla" and tensor.dtype is torch.complex128
 
 
 def _has_sound_products() -> bool:

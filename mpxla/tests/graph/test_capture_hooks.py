@@ -228,11 +228,21 @@ def test_checkpoints_are_ordinary_operators(is_reentrant):
 
     captured = capture(model, step)
     torch.testing.assert_close(run(captured, model, [x])[1], model(x).mean().detach())
-    assert all(
-        node.meta["val"].requires_grad
-        for node in captured.graph.nodes
-        if "addmm" in str(node.target)
-    )
+    products = [node for node in captured.graph.nodes if "linear" in str(node.target)]
+    assert [node.meta["val"].requires_grad for node in products] == [True, True]
+
+
+def test_a_reentrant_checkpoint_of_inputs_without_gradients_has_none():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def step(leaves):
+        hidden = torch.utils.checkpoint.checkpoint(model[:2], leaves[0], use_reentrant=True)
+        current_recorder().backward(model[2](hidden).mean())
+
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        captured = capture(model, step)
+    products = [node for node in captured.graph.nodes if "linear" in str(node.target)]
+    assert not products[1].args[0].meta["val"].requires_grad
 
 
 def hook_module(model):

@@ -1,4 +1,4 @@
-"""Uploads: values, copies, and nothing to compile."""
+"""Uploads: values, copies, and nothing to compile. Downloads have all of complex numbers."""
 
 import pytest
 import torch
@@ -93,3 +93,17 @@ def test_lists_of_tensors_here_and_elsewhere_are_refused():
     ((values, text),) = run_ranks(mix_in_lists, 1)
     assert values == [1, 1, 1]
     assert "torch._foreach_mul was called at" in text and "whose device is meta" in text
+
+
+def complex_downloads():
+    from mpxla.device.torch_xla.tensors import current_device, host_view, to_device, to_host
+
+    host = [torch.tensor([1 + 2j, 3 - 4j], dtype=kind) for kind in (torch.cfloat, torch.cdouble)]
+    uploaded = to_device(host, current_device())
+    return [(host, to_host(uploaded)), (host, [host_view(value) for value in uploaded])]
+
+
+def test_downloads_have_the_parts_of_complex_numbers():
+    (pairs,) = run_ranks(complex_downloads, 1)
+    for want, got in pairs:
+        torch.testing.assert_close(got, want)
