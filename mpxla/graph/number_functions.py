@@ -125,7 +125,11 @@ def _linspace(
 
 
 def _huber_loss(
-    input: torch.Tensor, target: torch.Tensor, reduction: str = "mean", delta: Any = 1.0, **rest: Any
+    input: torch.Tensor,
+    target: torch.Tensor,
+    reduction: str = "mean",
+    delta: Any = 1.0,
+    **rest: Any,
 ) -> torch.Tensor:
     losses = F.huber_loss(input / delta, target / delta, reduction, **rest)
     return losses * delta * delta

@@ -177,6 +177,22 @@ def enabled_inside(model, x):
     return model(x + F.normalize(slopes)).square().mean()
 
 
+def without_gradients(model, x):
+    with torch.no_grad():
+        slopes = torch.func.grad(lambda v: model(v).square().sum())(x)
+        _, pushed = torch.func.jvp(model, (x,), (x,))
+    return model(x + slopes).square().mean() + (pushed * model(x)).mean()
+
+
+def broadcast(model, x):
+    """What is broadcast stays a view."""
+    hidden = model(x) * 1
+    view = hidden.view_as(hidden)
+    torch.broadcast_tensors(x[:, :1], view)
+    hidden.cumsum_(0)
+    return view.square().mean()
+
+
 def whole_jacobian(model, x):
     return jacobian(lambda v: model(v).sum(0), x, create_graph=True).square().mean()
 
@@ -254,6 +270,8 @@ CASES = {
     "adapted": (Net, adapted),
     "leaf": (Net, leaf_from_here),
     "enabled": (Net, enabled_inside),
+    "without": (Net, without_gradients),
+    "broadcast": (Net, broadcast),
     "jacobian": (lambda: Net(2), whole_jacobian),
     "own": (WithOwn, penalized),
     "assigned": (Assigned, penalized),
@@ -262,7 +280,7 @@ CASES = {
     "recurrent": (Recurrent, penalized),
     "convolution": (Convolving, penalized),
 }
-QUICK = ("adapted", "own", "assigned")
+QUICK = ("adapted", "own", "assigned", "without", "broadcast")
 
 
 def built(name):

@@ -127,6 +127,17 @@ def test_changed_buffers_are_outputs_and_the_model_keeps_its_own():
     assert values["num_batches_tracked"] == 1
 
 
+def test_integers_in_a_buffer_do_not_become_floats():
+    model = nn.BatchNorm1d(6)
+
+    def step(leaves):
+        model.num_batches_tracked = model.num_batches_tracked / 2
+        return model(leaves[0])
+
+    with pytest.raises(CaptureError, match=r"tracked, int64\[\], another tensor, float32\[\]"):
+        capture(model, step)
+
+
 def test_evaluation_mode_is_the_modules_own():
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)).eval()
     captured = capture(model, lambda leaves: model(leaves[0]))

@@ -68,7 +68,9 @@ OF_SETTINGS = {
     "hardshrink": lambda h, a: F.hardshrink(h, a) + h.sin(),
     "softshrink": lambda h, a: F.softshrink(h * 2, a),
     "nan_to_num": lambda h, a: (h.detach().sqrt() / 0).nan_to_num(a, posinf=2 * a) * h,
-    "layer_norm": lambda h, a: F.layer_norm(h, (4,), h[0], h[1], a) + F.layer_norm(h, (3, 4), eps=a),
+    "layer_norm": lambda h, a: (
+        F.layer_norm(h, (4,), h[0], h[1], a) + F.layer_norm(h, (3, 4), eps=a)
+    ),
     "bfloat16": lambda h, a: F.elu(h.bfloat16(), a),
     "a norm of bfloat16": lambda h, a: F.layer_norm(h.bfloat16(), (4,), eps=a).detach() + h,
     "no dropout": lambda h, a: F.dropout(h, a * 0) + F.dropout(h, a, training=False),

@@ -84,6 +84,12 @@ def _selu(tensor: torch.Tensor) -> torch.Tensor:
     return _aten.elu.default(tensor, 1.6732632423543772, 1.0507009873554805)
 
 
+def _logit(tensor: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    """With a bound, torch_xla 2.9 gives NaN for values beyond it."""
+    share = tensor if eps is None else tensor.clamp(eps, 1 - eps)
+    return (share / (1 - share)).log()
+
+
 def _kl_div(
     tensor: torch.Tensor, target: torch.Tensor, reduction: int = 1, *, log_target: bool = False
 ) -> torch.Tensor:
@@ -155,6 +161,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **SHARED,
     _aten.histc.default: _histc,
     _aten.kl_div.default: _kl_div,
+    _aten.logit.default: _logit,
     _aten.cross.default: _cross,
     _aten.diag.default: _diag,
     _aten.group_norm.default: group_norm,
@@ -163,6 +170,8 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.multinomial.default: _multinomial,
     # Torch's derivative on this device takes mean and deviation for constants.
     **get_decompositions([_aten.native_group_norm.default]),
+    # With a factor and a number of another dtype, its program fails in torch_xla 2.9, or waits.
+    **get_decompositions([_aten.rsub.Tensor]),
     _aten.selu.default: _selu,
     _aten.std.default: _std,
     _aten.std.dim: _std,

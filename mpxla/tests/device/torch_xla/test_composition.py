@@ -69,6 +69,7 @@ SAMPLES = {
     "least_squares": lambda h: torch.linalg.lstsq(h.T, torch.ones(6, 1)).solution,
     "qr": lambda h: torch.linalg.qr(h.T)[1].square(),
     "spectrum": lambda h: (torch.fft.fft2(h) * (0.5 + 2j)).abs(),
+    "logit": lambda h: torch.logit(h, eps=0.1) + torch.logit(h.sigmoid()),
     "polar": lambda h: torch.view_as_real(torch.polar(h.exp(), h)),
     "median": lambda h: h.nanmedian() + h.median(0).values * h,
     "cells": lambda h: torch.bucketize(h.detach(), torch.tensor([-1.0, 0, 1])) * h,
@@ -79,7 +80,7 @@ SAMPLES = {
 ON_DEVICE = (
     *("std", "svd", "max_pool3d", "cummax", "unpool"),
     *("cross", "median", "cells", "pooled", "logdet", "slogdet", "solve", "dilated"),
-    *("repeat", "bag", "bag_maximum"),
+    *("repeat", "bag", "bag_maximum", "logit"),
 )
 
 
