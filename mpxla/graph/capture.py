@@ -241,6 +241,13 @@ class _StepModule(nn.Module):
                 returned = None
                 with contextlib.suppress(Undecided):
                     returned = self._asked.function(leaves)
+                for leaf, known_leaf in zip(leaves, asked.leaves, strict=True):
+                    if leaf.shape != known_leaf.shape:
+                        raise CaptureError(
+                            f"The step function changes the shape of an argument in place, from "
+                            f"{list(known_leaf.shape)} to {list(leaf.shape)}. Use x.unsqueeze(0) "
+                            f"in place of x.unsqueeze_(0), and so on."
+                        )
                 answers.check()
                 semantics.selected.check()
                 self.returned.untrained = flags.untrained()

@@ -321,6 +321,10 @@ def change_parameter(leaves, model):
     return model(leaves[0])
 
 
+def reshape_argument(leaves, model):
+    return model(leaves[0].unsqueeze_(0))
+
+
 class Holder:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -344,6 +348,7 @@ def hidden_tensor(leaves, model):
             change_argument,
             r"in place at .*test_capture.py:\d+: leaves\[0\]\[.* = 0, the tensor",
         ),
+        (reshape_argument, r"shape of an argument in place, from \[4, 6\] to \[1, 4, 6\]\. Use"),
         (change_argument, r"arguments in place .*, the tensor float32\[4, 6\] .*x\.clone"),
         (
             change_parameter,

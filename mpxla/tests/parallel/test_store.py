@@ -455,6 +455,7 @@ WRITERS = {
     "parallel/copies.py": "models and their copies exchange values",
     "parallel/update.py": "gradients are hidden from the inner optimizer for a moment",
     "runtime/state.py": "parameters are moved to their ranks",
+    "runtime/valueless.py": "shapes and dtypes of what other ranks hold",
     "parallel/compute_dtype.py": "models are converted before the store is made",
     "parallel/script_gradients.py": "assignments to parameters that have masters",
     "parallel/closures.py": "copies on the host, which only LBFGS sees",
