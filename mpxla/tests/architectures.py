@@ -12,6 +12,7 @@ import io
 import json
 import re
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -184,7 +185,7 @@ def outcome(name: str) -> tuple[str, str]:
 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return re.sub(r"\S*/site-packages/", "", text)[:240]
+    return textwrap.shorten(re.sub(r"\S*/site-packages/", "", text), 240, placeholder="")
 
 
 def outcomes(names: list[str], log: Path | None = None) -> dict[str, tuple[str, str]]:
