@@ -148,8 +148,9 @@ def open_kept(folder: str, kind: str) -> Kept:
         if not os.access(place, os.W_OK):
             raise PermissionError("it is not writable")
         for path in place.glob(f"*{_PART}"):
-            if time.time() - path.stat().st_mtime > _PART_AGE_S:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process has written it
+                if time.time() - path.stat().st_mtime > _PART_AGE_S:
+                    path.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # a user without a home directory
         _warn(place, error)
         return Kept()
