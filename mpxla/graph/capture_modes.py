@@ -177,10 +177,11 @@ class StepSemantics(TorchFunctionMode):
         if recurrence is not None:
             with self:
                 return recurrence(*args, **kwargs)
-        with self:
-            pieces = self._pieces.answer(func, args, kwargs)
-        if pieces is not None:
-            return pieces
+        if self._pieces.takes(func):
+            with self:
+                pieces = self._pieces.answer(func, args, kwargs)
+            if pieces is not None:
+                return pieces
         if self._counts.takes_in_turn(func, args, kwargs):
             with self:
                 return self._counts.in_turn(func, args, kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.capture_counts import Counts
-from mpxla.graph.capture_selects import Selected
+from mpxla.graph.capture_selects import Selected, is_same
 from mpxla.graph.number import is_number
 
 __all__ = ["Pieces"]
@@ -48,15 +48,18 @@ class Pieces:
         self._call, self._selected, self._counts = call, selected, counts
         self._divisions: list[_Division] = []
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call gives if it divides or joins in this way; else None."""
+    def takes(self, func: Any) -> bool:
+        """Whether a function divides or joins."""
         name = getattr(func, "__name__", "")
-        if name in _JOINS and self._divisions:
+        return name in _SIZES or name in _ENDS or (name in _JOINS and bool(self._divisions))
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a function that is taken gives, if it goes by values; else None."""
+        name = func.__name__
+        if name in _JOINS:
             values, *rest = args or (kwargs["tensors"],)
             return self._joined(values, *rest, **{k: v for k, v in kwargs.items() if k == "dim"})
-        names = _SIZES.get(name) or _ENDS.get(name)
-        if names is None:
-            return None
+        names = _SIZES.get(name) or _ENDS[name]
         given = [*args[1:2], *(kwargs[name] for name in names if name in kwargs)]
         sizes = given[0] if given else None
         tensor = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
@@ -77,7 +80,7 @@ class Pieces:
         for known in self._divisions:
             # One, so that pieces of several tensors meet.
             if known.length == length and len(known.sizes) == len(sizes):
-                if all(map(_is_same, known.sizes, sizes)):
+                if all(map(is_same, known.sizes, sizes)):
                     return known
         # Where sizes do not add up to the length, PyTorch raises.
         ends = sizes if are_ends else tuple(itertools.accumulate(sizes))[:-1]
@@ -94,7 +97,7 @@ class Pieces:
         dim %= values[0].dim()
         masks = [self._counts.mask_of_size(value.shape[dim]) for value in values]
         for known in self._divisions:
-            if len(known.masks) == len(masks) and all(map(_is_same, known.masks, masks)):
+            if len(known.masks) == len(masks) and all(map(is_same, known.masks, masks)):
                 # Rows are written along the first dim only.
                 rows = [self._call(torch.movedim, (value, dim, 0), {}) for value in values]
                 shape = known.length, *rows[0].shape[1:]
@@ -103,7 +106,3 @@ class Pieces:
                     self._call(torch.Tensor.__setitem__, (made, mask, own), {})
                 return self._call(torch.movedim, (made, 0, dim), {})
         return None
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) is int and one == other)

@@ -17,7 +17,7 @@ from mpxla.graph.capture_counts import Counts
 from mpxla.graph.number import is_number
 from mpxla.graph.user_code import ValueNeededError, at_user_line
 
-__all__ = ["Selected"]
+__all__ = ["Selected", "is_same"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _aten = torch.ops.aten
@@ -42,7 +42,7 @@ class _Copy:
 
     def is_at(self, tensor: torch.Tensor, parts: tuple[Any, ...]) -> bool:
         is_place = tensor is self.tensor and not self.is_slice
-        return is_place and all(map(_is_same, parts, self.parts))
+        return is_place and all(map(is_same, parts, self.parts))
 
     def is_by(self, tensor: torch.Tensor, index: Any) -> bool:
         """Whether it was read by these very slices, as `x[:n] += y` does."""
@@ -225,7 +225,8 @@ def _expr(number: Any) -> Any:
     return str(number) if type(number) in (int, NoneType) else None
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two parts of an index are one, or equal ends."""
     return one is other or (type(one) is type(other) in (int, slice) and one == other)
 
 
