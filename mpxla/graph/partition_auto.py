@@ -54,6 +54,7 @@ def partition_auto(
     in_flight: Sequence[int] | None = None,
     paces: Sequence[float] | None = None,
     may_be_fewer: bool = False,
+    twins: Mapping[str, str] | None = None,
 ) -> Partition:
     """Cut a graph into stages so that the most expensive stage is as cheap as possible.
 
@@ -71,6 +72,8 @@ def partition_auto(
         in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
         paces: How much a second of compute of every stage counts; 1 by default.
         may_be_fewer: Whether a graph that is too small for them may have fewer stages.
+        twins: Parameters of copies of trained modules, with those of their originals, next to
+            which they live if the graph has enough stages then.
 
     Returns:
         The partition with the smallest largest cost.
@@ -87,10 +90,13 @@ def partition_auto(
     paces = (1.0,) * num_stages if paces is None else tuple(paces)
     assert len(paces) == num_stages and min(paces) > 0, paces
     fixed = fixed or {}
-    flow = analyse(nodes, link)
+    flow = analyse(nodes, link, twins)
+    pieces = _glue(flow)
+    if twins and len(pieces) < num_stages:
+        flow = analyse(nodes, link)
+        pieces = _glue(flow)
     num_ranks = max(placement) + 1
     allowed = fixed_ranks(flow, num_ranks, fixed)
-    pieces = _glue(flow)
     if num_stages > max(len(pieces), 1) and not fixed and not may_be_fewer:
         raise PartitionError(_too_many_stages(flow, pieces, num_stages))
     found = None
@@ -100,6 +106,8 @@ def partition_auto(
         chain = _chain(flow, pieces, parameter_bytes, memory_weight, link, weights, starts)
         found = best_cuts(chain)
     if found is None:
+        if twins:  # what is placed already may be apart
+            flow = analyse(nodes, link)
         return place_by_rank(flow, parameter_bytes, num_ranks, allowed, fixed)
     cuts, objective = found
     position = {
@@ -289,7 +297,6 @@ def _boundary_depths(flow: Flow, pieces: Pieces) -> list[int]:
     """[K + 1] how deep in the module tree each position cuts; zero at both ends."""
     depths = [0]
     for before, after in pairwise(pieces):
-        left = flow.nodes[before[-1]].module_path
-        right = flow.nodes[after[0]].module_path
+        left, right = flow.module_path(before[-1]), flow.module_path(after[0])
         depths.append(len(common_path(left, right)))
     return [*depths, 0]

@@ -16,11 +16,12 @@ This module must not know costs of stages, nor how the spine is cut.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from mpxla.graph.partition import GraphNode, NodeKind
 from mpxla.graph.partition_modules import parents
+from mpxla.graph.twins import wanted_places
 
 __all__ = ["Flow", "Group", "Role", "analyse", "last_reader", "spread"]
 
@@ -63,12 +64,21 @@ class Flow:
     """Spine nodes that depend on no input and may therefore run late: work on parameters alone
     sits with its consumer, and a new value of a parameter with what else uses that."""
     groups: tuple[Group, ...]
+    following: Mapping[int, int] = field(default_factory=dict)
+    """Nodes of copies of trained modules -> the original's node that they stand next to."""
+
+    def module_path(self, index: int) -> str:
+        """Of a node; of one of a copy, that of its original."""
+        return self.nodes[self.following.get(index, index)].module_path
 
 
-def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
+def analyse(
+    nodes: Sequence[GraphNode], link: float, twins: Mapping[str, str] | None = None
+) -> Flow:
     """Find each node's role, the spine's order and what must stay together.
 
-    Repeated work is weighed against transfers, which take `link` seconds per byte.
+    Repeated work is weighed against transfers, which take `link` seconds per byte. `twins` are
+    parameters of copies, with those of their originals.
     """
     updated = {name for node in nodes for name in node.mutates}
     from_input, in_spine = _dependences(nodes, updated)
@@ -84,13 +94,16 @@ def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
         for index in range(len(nodes))
         if in_spine[index] and not from_input[index] and index not in fixed
     )
+    standing = {index for index in range(len(nodes)) if in_spine[index] and index not in movable}
+    places, following = wanted_places(nodes, standing, twins) if twins else ({}, {})
     return Flow(
         tuple(nodes),
         _roles(nodes, from_input, in_spine, link),
         tuple(map(tuple, consumers)),
-        _cutting_order(nodes, consumers, in_spine, movable, updates),
+        _cutting_order(nodes, consumers, in_spine, movable, updates, places),
         movable,
-        (*updates, *stuck),
+        (*updates, *stuck, *_of_twins(nodes, following)),
+        following,
     )
 
 
@@ -197,20 +210,32 @@ def _of_stuck_values(
     )
 
 
+def _of_twins(nodes: Sequence[GraphNode], following: Mapping[int, int]) -> list[Group]:
+    """Readers of a copy's parameters and of the original's: scripts average one into the other."""
+    return [
+        Group(
+            (min(index, other), max(index, other)),
+            f"{nodes[index].described()} is the same layer of a copy of the model",
+        )
+        for index, other in following.items()
+    ]
+
+
 def _cutting_order(
     nodes: Sequence[GraphNode],
     consumers: Sequence[Sequence[int]],
     in_spine: Sequence[bool],
     movable: frozenset[int],
     updates: Sequence[Group],
+    places: Mapping[int, int],
 ) -> tuple[int, ...]:
     """The spine's nodes, sorted by the node before which they are wanted."""
-    wanted: list[int | None] = [*range(len(nodes))]
+    wanted: list[int | None] = [places.get(index, index) for index in range(len(nodes))]
     for index in reversed(range(len(nodes))):
         if index in movable and (consumers[index] or nodes[index].mutates):
             # A new value that nothing reads is wanted by the others of its group.
-            places = [p for consumer in consumers[index] if (p := wanted[consumer]) is not None]
-            wanted[index] = min(places, default=None)
+            before = [p for consumer in consumers[index] if (p := wanted[consumer]) is not None]
+            wanted[index] = min(before, default=None)
     others = {index: group.members for group in updates for index in group.members}
     for index, node in enumerate(nodes):
         if wanted[index] is None:

@@ -14,7 +14,14 @@ from torch import fx
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, StepGraph
 from mpxla.stage.spec import InputPort, OutputPort, StageSpec, TensorSpec, Transfer
 
-__all__ = ["ancestors", "backward_transfers", "copy_nodes", "forward_transfers", "split_stages"]
+__all__ = [
+    "ancestors",
+    "backward_transfers",
+    "copy_nodes",
+    "forward_transfers",
+    "split_stages",
+    "trained_by",
+]
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,16 @@ def _requires_grad(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+def trained_by(step: StepGraph) -> set[str]:
+    """Parameters that get gradients in a step; in an evaluation, those that want some."""
+    reaching = _reaching(step) if step.is_training else step.graph.nodes
+    return {
+        role.name
+        for node, role in step.roles.items()
+        if role.kind is InputKind.PARAMETER and node in reaching and _requires_grad(node)
+    }
 
 
 def _reaching(step: StepGraph) -> set[fx.Node]:

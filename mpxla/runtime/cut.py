@@ -104,6 +104,7 @@ def cut_step(
     measured_s: Mapping[str, float] | None = None,
     saved: Mapping[str, tuple[SavedTensor, ...]] | None = None,
     machine: MachineModel | None = None,
+    twins: Mapping[str, str] | None = None,
 ) -> CutStep:
     """Partitions a step and splits it.
 
@@ -118,6 +119,7 @@ def cut_step(
         saved: the result of `saved_tensors`, if it is known already. By default it is found where
             it decides something, because that takes about half as long as lowering.
         machine: rates of the target, for what was not measured; the built-in ones by default.
+        twins: parameters of copies of trained modules, with those of their originals.
 
     Raises:
         PartitionError: the step cannot be cut as asked.
@@ -146,6 +148,7 @@ def cut_step(
             in_flight=counts,
             paces=paces(config, counts, step.is_training, _forward_share(problem)),
             may_be_fewer=step.is_question,
+            twins=twins,
         )
     else:
         partition = partition_manual(

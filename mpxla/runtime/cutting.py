@@ -166,12 +166,14 @@ class StepCutter:
         stateful = self._placement.stateful
         if step.is_question:  # another way may change what it reads
             stateful |= self._placement.ranks.keys()
+        config = config or self.config
+        is_free = config.auto_partition and config.pipeline_parallel_degree > 1
+        twins = self._placement.twins(step) if is_free else {}
         if fixed is None:
-            fixed = self._placement.ranks
+            fixed = self._placement.with_twins(twins)
         else:
             changed = {role.name for role in step.outputs if role.kind is OutputKind.BUFFER}
             stateful |= changed & fixed.keys()
-        config = config or self.config
         if saved is None and weighs_memory(config):
             saved = self._kept.saved(step)
         return cut_step(
@@ -184,6 +186,7 @@ class StepCutter:
             measured_s,
             saved,
             self.machine,
+            twins,
         )
 
     def _values(self, call: Call) -> list[torch.Tensor]:

@@ -100,6 +100,7 @@ class StepEngine:
         self.placement = Placement(session, self._states, link, reducers)
         self.calls = Calls(session, lambda: self._states.module)
         self.first_cuts: dict[str, CutStep] = {}
+        self._trained_by: set[str] = set()
         self.last_run: StepRun | None = None
         self.last_used: tuple[str, ...] = ()
         backend, transport = session.backend, session.transport
@@ -279,6 +280,9 @@ class StepEngine:
         check_agreement(*everyone, cut.description(), "captured another step")
         self._compare_captured(cut.step)
         self._settle(self.placement.of_new(cut, new), used)
+        if new or (cut.step.is_training and signature.function not in self._trained_by):
+            self._settle_copies(cut)  # together with all replicas
+            self._trained_by.add(signature.function)
         self.placement.move(self.placement.of_new(cut, unread))
         if not self.first_cuts:
             self._write_decision(cut)
@@ -521,6 +525,17 @@ class StepEngine:
             if not self.placement.is_settled(label):
                 self.placement.settle(label, ranks)
                 self._members[label].on_placed()
+
+    def _settle_copies(self, cut: CutStep) -> None:
+        """Places models that are copies of those in the step beside them.
+
+        Scripts average weights into them before a step uses them.
+        """
+        ranks = self.placement.with_twins(self.placement.twins(cut.step))
+        for label in self._states.labels:
+            new = self.placement.unsettled([label])
+            if not self._states[label].is_placed and new and ranks.keys() >= set(new):
+                self._settle({name: ranks[name] for name in new}, [label])
 
     def adopt_single_stage(self, label: str) -> None:
         """Places all of a model here, where there is only one stage: what is not placed yet."""

@@ -4,10 +4,13 @@ The partitioner decides for a step; what it does not read is placed here. This m
 how a step is captured, cut or run.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpxla.errors import StepError
+from mpxla.graph.split import trained_by
+from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.twins import Path, find_twins
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.partition_store import cut_settings
@@ -73,6 +76,38 @@ class Placement:
             or of_module.get(name.rpartition(".")[0], (0,))
             for name in names
         }
+
+    def twins(self, step: StepGraph) -> dict[str, str]:
+        """What copies of trained modules hold, of any model, with what their originals do.
+
+        A module is trained if the step trains it, or if its copy is frozen and it is not.
+        """
+        tensors: dict[Path, Hashable] = {}
+        names: dict[Path, str] = {}
+        for label in self._states.labels:
+            for name, own in self._states.names_of(label).items():
+                tensor = self._states.tensor(name)
+                if tensor is not None:
+                    path = (self._states.path(label), *own.split("."))
+                    names[path], tensors[path] = name, (tensor.shape, tensor.dtype)
+        named = trained_by(step)
+        found = find_twins(tensors, {path for path, name in names.items() if name in named})
+        wanting = {path for path, name in names.items() if self._requires_grad(name)}
+        found = {**find_twins(tensors, wanting - found.keys()), **found}
+        return {names[copied]: names[original] for copied, original in found.items()}
+
+    def _requires_grad(self, name: str) -> bool:
+        tensor = self._states.tensor(name)
+        return tensor is not None and tensor.requires_grad
+
+    def with_twins(self, twins: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """The ranks of what is placed, and of what lives beside it from now on."""
+        ranks = dict(self.ranks)
+        for copied, original in twins.items():
+            if copied in self.ranks or original in self.ranks:
+                ranks.setdefault(original, self.ranks.get(copied, ()))
+                ranks.setdefault(copied, ranks[original])
+        return ranks
 
     def settle(self, label: str, ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Moves a model to its ranks, with equal values over replicas. All ranks call it.
