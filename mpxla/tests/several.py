@@ -369,7 +369,85 @@ def alternating(lab: PlainLab) -> None:
     lab.note_state("d", d, of_d)
 
 
-_LATER = actor_and_critic, one_optimizer, shared_encoder
+def averages(lab: PlainLab) -> None:
+    """A teacher that averages its student, in the step, and a trail of both, evaluated after it."""
+    student, teacher, trail = (lab.model(Generator, 1) for _ in range(3))
+    teacher.requires_grad_(False)
+    optimizer = lab.optimizer(torch.optim.Adam(student.parameters(), lr=0.01))
+
+    @lab.step
+    def train(student, teacher, z, x):
+        with torch.no_grad():
+            wanted = teacher(z)
+        made = student(z)
+        loss = (made - wanted).square().mean() + (made - x).square().mean()
+        student.backward(loss)
+        return loss
+
+    @lab.step
+    def evaluate(trail, z):
+        return trail(z).square().mean()
+
+    seen = []
+    for number in range(3):
+        optimizer.zero_grad()
+        seen.append(lab.mean(train(student, teacher, lab.data(4, number), lab.data(3, 50))))
+        optimizer.step()
+        with torch.no_grad():
+            for own, target, far in zip(
+                student.parameters(), teacher.parameters(), trail.parameters(), strict=True
+            ):
+                target.data.copy_(0.1 * own.data + 0.9 * target.data)
+                far.mul_(0.5).add_(own, alpha=0.25).add_(target, alpha=0.25)
+        seen.append(lab.mean(evaluate(trail, lab.data(4, number))))
+    lab.note("losses", seen)
+    lab.note_state("student", student, optimizer)
+    lab.note_state("teacher", teacher)
+    lab.note_state("trail", trail)
+
+
+def target_networks(lab: PlainLab) -> None:
+    """Two critics and an actor with targets, all of which could be trained, in two step functions.
+
+    The first one uses the actor's target, not the actor.
+    """
+    actor, actor_target = lab.model(Generator, 1), lab.model(Generator, 1)
+    one, two, one_target, two_target = (lab.model(Critic, seed) for seed in (2, 3, 2, 3))
+    of_critics = lab.optimizer(torch.optim.Adam([*one.parameters(), *two.parameters()], lr=0.01))
+    of_actor = lab.optimizer(torch.optim.Adam(actor.parameters(), lr=0.01))
+
+    @lab.step
+    def judge(z, x):
+        with torch.no_grad():
+            action = actor_target(z)
+            wanted = 1 + 0.9 * torch.min(one_target(action), two_target(action))
+        loss = (one(x) - wanted).square().mean() + (two(x) - wanted).square().mean()
+        one.backward(loss)
+        return loss
+
+    @lab.step
+    def act(z):
+        loss = -one(actor(z)).mean()
+        actor.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(3):
+        of_critics.zero_grad()
+        losses.append(lab.mean(judge(lab.data(4, number), lab.data(3, 50 + number))))
+        of_critics.step()
+        of_actor.zero_grad()
+        losses.append(lab.mean(act(lab.data(4, number))))
+        of_actor.step()
+        for target, own in ((actor_target, actor), (one_target, one), (two_target, two)):
+            for old, new in zip(target.parameters(), own.parameters(), strict=True):
+                old.data = 0.9 * old.data + 0.1 * new.data
+    lab.note("losses", losses)
+    for key, model in (("actor", actor_target), ("one", one_target), ("two", two_target)):
+        lab.note_state(key, model)
+
+
+_LATER = averages, target_networks, actor_and_critic, one_optimizer, shared_encoder
 SCENARIOS = {function.__name__: function for function in (gan, alternating, distillation, *_LATER)}
 
 

@@ -36,7 +36,7 @@ def compare(name, world_size, config):
 
 
 slow = pytest.mark.slow
-QUICK = ("gan",)
+QUICK = ("gan", "averages")
 
 
 @pytest.mark.parametrize(
