@@ -55,44 +55,49 @@ class Valueless(torch.Tensor):
     # PyTorch refuses these for subclasses, with a text that helps nobody.
     def tolist(self) -> Any:
         """Raises, as there are no values."""
-        raise _unreadable("tolist")
+        raise _unreadable(".tolist()")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raises, as there are no values."""
-        raise _unreadable("numpy")
+        raise _unreadable(".numpy()")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Raises, as there are no values."""
-        raise _unreadable("numpy")
+        raise _unreadable(".numpy()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises, as a file would have the shape alone."""
+        raise _unreadable("torch.save or pickle")
 
 
-def _unreadable(name: str) -> StepError:
+def _unreadable(how: str) -> StepError:
     return StepError(
-        f"the values of a parameter or buffer were asked for by .{name}() or a form of it at "
+        f"the values of a parameter or buffer were asked for by {how} or a form of it at "
         f"{at_script_line()}, and it has none here: {_WHERE}. {_ADVICE}"
     )
 
 
 def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
+        values = args, kwargs
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
             if func in _READS:
-                raise _unreadable(_READS[func]) from error
+                raise _unreadable(f".{_READS[func]}()") from error
             # The result's shape depends on values: any will do.
             with _meta_settings.patch(meta_nonzero_assume_all_nonzero=True):
                 result = func(*args, **kwargs)
         except RuntimeError as error:
             if func in _READS:
-                raise _unreadable(_READS[func]) from error
-            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+                raise _unreadable(f".{_READS[func]}()") from error
+            tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
             if all(t.is_meta or t.dim() == 0 for t in tensors):
                 raise
-            raise StepError(
-                f"torch.{_name(func)} was called at {at_script_line()} with tensors of this rank "
-                f"and with a parameter or buffer that has no values here: {_WHERE}. {_ADVICE}"
-            ) from error
+            # What is computed of both has none either: an average that was begun before the first
+            # step, when all ranks had all parameters, is one of each rank's own from then on.
+            bare = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), values)
+            result = func(*bare[0], **bare[1])
         if func is torch.ops.aten.detach.default and type(args[0]) in (AbsentParameter, _Detached):
             return result.as_subclass(_Detached)
         return pytree.tree_map_only(torch.Tensor, _marked, result)
@@ -148,6 +153,10 @@ class AbsentParameter(Valueless, nn.Parameter):
 
 class _Detached(Valueless):
     """An absent parameter detached, of which `nn.Parameter(absent)` makes one again."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        # PyTorch's own wants a clone of the same class.
+        return memo.setdefault(id(self), self.clone())
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:  # type: ignore[override]
         """The parameter; `nn.Parameter` wants the class of what it was given."""

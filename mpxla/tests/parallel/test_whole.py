@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.errors import StepError
 from mpxla.tests.backends import backend_here
 from mpxla.tests.ranks.run import RankError, run_ranks
 
@@ -59,7 +60,8 @@ def save_everything():
     files = [saved(model), saved(model.module), saved({"model": model.module, "step": 1})]
     files.append(saved(model.module.state_dict()))
     smp.shutdown()
-    saved(model.module)  # as it is on this rank: nobody can be asked any more
+    with pytest.raises(StepError, match=r"asked for by torch.save"):  # nobody can be asked any more
+        saved(model.module)
     device = backend_here().device.type
     return before, files, places, {value.device.type for value in copied.values()}, device
 

@@ -1,6 +1,8 @@
 """Parameters without values do not get into tensors with values."""
 
 import copy
+import io
+import pickle
 import re
 
 import numpy as np
@@ -83,11 +85,14 @@ def test_lists_act_tensor_by_tensor():
     assert norms[1].is_meta and norms[1].dim() == 0
 
 
-def test_what_is_computed_of_both_names_the_line():
+def test_what_is_computed_of_both_has_no_values():
     own = torch.ones(3)
-    for use in (lambda: torch.cat([own, absent()]), lambda: own * absent()):
-        with torch.no_grad(), pytest.raises(StepError, match=r"called at .*valueless.py:.*no val"):
-            use()
+    for use in (lambda: torch.cat([own, absent()]), lambda: own * absent(), lambda: own - absent()):
+        with torch.no_grad(), pytest.raises(StepError, match=r"by \.item\(\) .*valueless.py:.*"):
+            use().sum().item()
+    for save in (lambda: torch.save([absent().data], io.BytesIO()), lambda: pickle.dumps(absent())):
+        with pytest.raises(StepError, match=r"by torch.save or pickle .*valueless.py:.*state_dict"):
+            save()
 
 
 def test_masks_and_parametrizations_are_made_without_values():
@@ -102,6 +107,7 @@ def test_masks_and_parametrizations_are_made_without_values():
 
 
 def test_copies_have_no_values_either():
+    assert copy.deepcopy(absent().data).is_meta
     found = copy.deepcopy(absent())
     assert isinstance(found, nn.Parameter)
     with torch.no_grad(), pytest.raises(StepError, match=re.escape("model.state_dict()")):
