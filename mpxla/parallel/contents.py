@@ -19,7 +19,13 @@ from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
 from mpxla.parallel.replica import check_equal_values
 from mpxla.parallel.sharded import refuse_with_parts
-from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
+from mpxla.parallel.state_dicts import (
+    PARTIAL_KEY,
+    GivenValues,
+    gather_full,
+    gather_on_first,
+    to_host,
+)
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
 
@@ -64,6 +70,7 @@ class PartitionedModule(nn.Module):
         self._state = ModelState(module)
         self.shards_of_tensors: dict[str, Shard] = dict(shards or {})
         self._awaits_values = False
+        self.given = GivenValues()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -281,7 +288,7 @@ class PartitionedModule(nn.Module):
                     f"model.state_dict was called before the first step, and {delayed[0]} has no "
                     f"values yet (smp.delay_param_initialization); call it after the first step."
                 )
-            return self.with_whole_tensors(to_host(own, self._backend))
+            return self.given.note(self.with_whole_tensors(to_host(own, self._backend)))
         session = self._session
         group = session.topology.pp_group(session.rank)
         on_first = gather_to_rank0 and not self.shards_of_tensors
@@ -293,7 +300,7 @@ class PartitionedModule(nn.Module):
         # Names of one tensor share it, as in torch: those who save files write it once.
         names, first = self._state.canonical_names, self._state.names_now
         full = {name: full.get(first.get(names.get(name, ""), name), v) for name, v in full.items()}
-        return {} if gather_to_rank0 and session.rank else full
+        return {} if gather_to_rank0 and session.rank else self.given.note(full)
 
     def with_whole_tensors(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values with split parameters put together. All ranks of the group call it."""

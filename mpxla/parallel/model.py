@@ -47,7 +47,7 @@ from mpxla.parallel.sharded import (
     refuse_shared_parts,
     refuse_with_divided_gradients,
 )
-from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
+from mpxla.parallel.state_dicts import PARTIAL_KEY, GivenValues, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
@@ -368,6 +368,7 @@ class DistributedModel(PartitionedModule):
             RankMismatch: ranks have different values of what they divide.
         """
         self.check_loaded(values)
+        self.given = GivenValues()
         self._backend.forget(self.module.parameters())  # torch may swap them
         try:
             result = load_into(self.module, values, strict)
@@ -494,6 +495,7 @@ class DistributedModel(PartitionedModule):
     def begin_step(self) -> None:
         """Called before every step call of the session."""
         self._state.check_divided()
+        self.given.warn_of_writes()
         if self._is_single and self._partition_hooks:
             self._run_partition_hooks()
 

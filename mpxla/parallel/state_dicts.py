@@ -5,6 +5,7 @@ the plain single-process model or optimizer would give. Values are host tensors.
 (SMP API reference, `state_dict`, `local_state_dict`, `load_state_dict`.)
 """
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +15,13 @@ import torch.utils._pytree as pytree
 from mpxla.comm.objects import Objects
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
+from mpxla.log import warn_once
 from mpxla.nn.shards import Shard
 
 __all__ = [
     "HELD_KEY",
     "PARTIAL_KEY",
+    "GivenValues",
     "StatePiece",
     "by_position",
     "gather_full",
@@ -52,6 +55,34 @@ class StatePiece(NamedTuple):
     """Position of the first element of a part in the flattened tensor."""
     shard: Shard | None = None
     """Which part of a split tensor `shape` and `offset` are about, if it is split."""
+
+
+class GivenValues:
+    """Copies of a model's values that a script has got; notices when it writes to them."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def note(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Remembers values, in place of earlier ones; returns them."""
+        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
+        self._given = {name: (weakref.ref(v), v._version) for name, v in tensors.items()}
+        return values
+
+    def warn_of_writes(self) -> None:
+        """Warns, once, of values that were written to and not loaded."""
+        alive = ((name, value(), version) for name, (value, version) in self._given.items())
+        now = {name: (value, version) for name, value, version in alive if value is not None}
+        written = [name for name, (value, version) in now.items() if value._version != version]
+        self._given = {} if written else {name: self._given[name] for name in now}
+        if written:
+            warn_once(
+                "values of model.state_dict()",
+                f"{written[0]} of model.state_dict() was written to in place; that is a copy, and "
+                f"the model keeps its own values. If it should take these, call "
+                f"model.load_state_dict; for averages of weights, write to model.parameters() or "
+                f"to the state dict of copy.deepcopy(model).",
+            )
 
 
 def to_host(values: Any, backend: Backend) -> Any:

@@ -113,3 +113,42 @@ def test_names_of_parameters_go_with_them():
     picked = pick_optimizer_state({"state": {1: {"x": 1}}, "param_groups": groups}, [[1], []])
     assert [g["param_names"] for g in picked["param_groups"]] == [["b"], []]
     assert picked["state"] == {0: {"x": 1}}
+
+
+def write_to_state_dicts():
+    """Warnings of a step each, after what a script may do with a state dict."""
+    import mpxla as smp
+
+    lines = []
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+
+    @smp.step
+    def train(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def warned():
+        with mock.patch("mpxla.parallel.state_dicts.warn_once", lambda _, line: lines.append(line)):
+            train(model, torch.ones(4, 3))
+        return [lines.pop() for _ in list(lines)]
+
+    seen = [warned()]
+    values = model.state_dict()
+    averaged = {name: value * 2 for name, value in values.items()}
+    seen.append(warned())
+    values["0.weight"].mul_(2)
+    model.load_state_dict(values)
+    seen.append(warned())
+    values = model.state_dict()
+    values["0.weight"].mul_(2)
+    return averaged.keys() == values.keys(), [*seen, warned(), warned()]
+
+
+@pytest.mark.ranks
+def test_values_of_a_state_dict_that_a_script_writes_to_and_does_not_load_are_warned_of():
+    for is_same, (*before, once, after) in run_ranks(write_to_state_dicts, 2):
+        assert is_same and before == [[], [], []] and after == []
+        assert len(once) == 1 and once[0].startswith("0.weight of model.state_dict() was written")
+        assert "call model.load_state_dict" in once[0]
