@@ -31,6 +31,7 @@ from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.table import FUNCTIONS, IGNORED, RANDOM
 from mpxla.errors import LoweringError
 from mpxla.graph.casts import without_autocast
+from mpxla.graph.shapes import vector_norm
 from mpxla.graph.stepgraph import describe
 from mpxla.stage.solvers import OF_FACTORS
 from mpxla.stage.spec import key_of_call
@@ -51,7 +52,7 @@ _aten = torch.ops.aten
 _NOT_CORE = (
     *(_aten.grid_sampler_2d, _aten._fused_dropout, _aten.native_dropout, _aten.upsample_bicubic2d),
     *(_aten.dist, _aten.narrow_copy, _aten.rrelu_with_noise_backward, _aten.unbind_copy),
-    *(_aten.linalg_vector_norm, _aten._native_batch_norm_legit, _aten.new_empty_strided),
+    *(_aten._native_batch_norm_legit, _aten.new_empty_strided),
     *(_aten.cauchy, _aten.geometric, _aten.log_normal),
 )
 _WRITTEN_LATE = (
@@ -81,7 +82,8 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
         **_core_aten_decompositions_post_autograd(),
         **get_decompositions(_NOT_CORE),
     }
-    table |= {**OF_FACTORS, **get_decompositions([getattr(_aten, name) for name in _WRITTEN_LATE])}
+    table |= {**OF_FACTORS, _aten.linalg_vector_norm.default: vector_norm}
+    table |= get_decompositions([getattr(_aten, name) for name in _WRITTEN_LATE])
     found = {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
     # A part of others: of `renorm` in low precision.
     found[torch.ops.prims.convert_element_type.default] = torch.Tensor.to

@@ -87,6 +87,7 @@ def by_hand() -> list[Call]:
         (aten.cholesky.default, matrix + torch.eye(6)),
         (aten.cholesky.default, matrix + torch.eye(6), True),
         (aten.linalg_lu.default, matrix[:4]),
+        (aten.linalg_vector_norm.default, matrix[:, :1], 2, [-1]),
         (aten.linalg_pinv.atol_rtol_tensor, matrix[:4]),
         (aten.linalg_pinv.atol_rtol_tensor, matrix, {"hermitian": True, "rtol": small}),
         (aten.linalg_pinv.atol_rtol_tensor, matrix, {"atol": one}),
