@@ -4,7 +4,7 @@ Where a mask or its own places read and write whole rows, nothing is moved: rows
 are, and those that are not chosen are covered or kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -164,26 +164,70 @@ def _written(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
             new = walk.call(_aten.add.Tensor, flat, new)
         mask = walk.along(rows.mask, 0, 1 + len(rest))
         made = walk.call(_aten.where.self, mask, new, flat)
-        return walk.call(_aten.reshape.default, made, walk.sizes(value)), dims
-    rows = next((rows for rows in index.dims if rows is not None), None)
-    if rows is None or index.dims[0] is not rows or any(index.dims[1:]) or any(dims):
-        raise refused(node, "is written at places")
+        made = walk.call(_aten.reshape.default, made, walk.sizes(value))
+        return _covered(walk, made, dims, range(count)), dims
     used = [place for place, part in enumerate(index.parts) if part is not None]
+    rows = next((rows for rows in index.dims if rows is not None), None)
+    is_of_first = not index.dims or (index.dims[0] is rows and not any(index.dims[1:]))
+    if not is_of_first or any(dims[d] for d in range(len(dims)) if d not in used):
+        raise refused(node, "is written at places")
     if used != list(range(len(used))):
         raise refused(node, "is written at places of another dim than the first")
     num_dims = len(index.dims) + len(dims) - len(used)
     _check_meets(node, (*index.dims, *[None] * (len(dims) - len(used))), known)
-    new = _expanded(walk, new, rows, num_dims)
-    if adds:
-        new = walk.call(
-            _aten.masked_fill.Scalar, new, walk.along(walk.absent(rows), 0, num_dims), 0
-        )
-        return walk.call(_aten.index_put.default, value, list(index.parts), new, True), dims
-    # Rows that do not count write what the first that does writes, to its place.
-    parts = [part if part is None else _of_first(walk, part, rows) for part in index.parts]
-    new = walk.covered(new, rows, 0, num_dims)
-    made = walk.call(_aten.index_put.default, value, parts, new)
-    return _unless_empty(walk, made, value, rows), dims
+    parts = list(index.parts)
+    if rows is not None:
+        new = _expanded(walk, new, rows, num_dims)
+        parts = [None if part is None else _of_first(walk, part, rows) for part in parts]
+    if rows is not None and adds:
+        absent = walk.along(walk.absent(rows), 0, num_dims)
+        new = walk.call(_aten.masked_fill.Scalar, new, absent, 0)
+    elif rows is not None:
+        new = walk.covered(new, rows, 0, num_dims)
+
+    def write(value: fx.Node, places: Mapping[int, Any]) -> fx.Node:
+        return walk.call(_aten.index_put.default, value, list(places.values()), new, adds)
+
+    return _put(walk, value, rows, {d: parts[d] for d in used}, write), dims
+
+
+def _put(
+    walk: Walk,
+    value: fx.Node,
+    rows: Rows | None,
+    places: Mapping[int, Any],
+    write: Callable[[fx.Node, Mapping[int, Any]], fx.Node],
+) -> fx.Node:
+    """What becomes of a value when `write` writes to places along some of its dims.
+
+    Of rows that are written, those that do not count write what the first that does writes, to its
+    place; nothing is written where none counts. All is marked where places are beyond the rows that
+    are written to: PyTorch raises.
+    """
+    dims, dtype = walk.dims_of(value), value.meta["val"].dtype
+    safe, wrong = dict(places), list[fx.Node]()
+    for d, place in places.items():
+        is_fine = None if rows is None else walk.some(rows)
+        if dims[d] is not None:
+            is_fine = walk.call(_aten.ne.Scalar, place, mark_of(torch.int64))
+            wrong.append(walk.call(_aten.all.default, is_fine))
+        if is_fine is not None:
+            safe[d] = walk.call(_aten.where.ScalarOther, is_fine, place, 0)
+    made = write(value, safe)
+    for is_fine in wrong if dtype is not torch.bool else ():
+        is_wrong = walk.call(_aten.logical_not.default, is_fine)
+        made = walk.call(_aten.masked_fill.Scalar, made, is_wrong, mark_of(dtype))
+    if rows is not None:
+        made = walk.call(_aten.where.self, walk.some(rows), made, value)
+    return _covered(walk, made, dims, places)
+
+
+def _covered(walk: Walk, made: fx.Node, dims: Dims, written: Iterable[int]) -> fx.Node:
+    """Rows of a value that do not count hold what one of those that do holds now."""
+    for d in written:
+        if (rows := dims[d]) is not None:
+            made = walk.covered(made, rows, d, len(dims))
+    return made
 
 
 def _expanded(walk: Walk, new: fx.Node, rows: Rows, num_dims: int) -> fx.Node:
@@ -201,10 +245,6 @@ def _of_first(walk: Walk, part: fx.Node, rows: Rows) -> fx.Node:
     if not known or known[0] is not rows:
         return part
     return walk.covered(part, rows, 0, len(known))
-
-
-def _unless_empty(walk: Walk, made: fx.Node, value: fx.Node, rows: Rows) -> fx.Node:
-    return walk.call(_aten.where.self, walk.some(rows), made, value)
 
 
 def _one_by_one(walk: Walk, new: fx.Node, rows: Rows, num_dims: int) -> fx.Node:
@@ -272,11 +312,15 @@ def _written_along(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     scale = named_arguments(node).get("alpha", 1)
     if dims[dim] is not None and adds:
         return _added_to_rows(walk, node, dims[dim], dim), dims
-    if rows is None or known[dim] is not rows or dims[dim] is not None:
+    if known[dim] is not rows:
         raise refused(node, "is written at places")
     found = walk.places.get(index)
     is_own = found is not None and found[1] == (walk.sizes(value)[dim],)
     _check_meets(node, (*dims[:dim], rows, *dims[dim + 1 :]), known)
+    if rows is None and dims[dim] is None:
+        return node, dims
+    if rows is None or dims[dim] is not None:
+        return _copied(walk, node, dim, rows), dims
     if adds:
         new = walk.filled(new, known, 0, (dim,))
         if is_own:
@@ -285,10 +329,25 @@ def _written_along(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     if is_own:
         mask = walk.along(rows.mask, dim, len(dims))
         return walk.call(_aten.where.self, mask, new, value), dims
-    new = walk.covered(new, rows, dim, len(dims))
-    index = walk.covered(index, rows, 0, 1)
-    made = walk.call(target_of(node), value, dim, index, new)
-    return _unless_empty(walk, made, value, rows), dims
+    return _copied(walk, node, dim, rows), dims
+
+
+def _copied(walk: Walk, node: fx.Node, dim: int, rows: Rows | None) -> fx.Node:
+    """`index_copy` and `scatter`: some rows, or all that there is, in the place of others."""
+    value, _, index, new = arguments_of(node)[:4]
+    dims = walk.dims_of(value)
+    if (written := dims[dim]) is not None:
+        index = numbered(walk, written, index)
+    if rows is not None:
+        num_dims = index.meta["val"].dim()
+        index = walk.covered(index, rows, dim if num_dims == len(dims) else 0, num_dims)
+        if isinstance(new, fx.Node):
+            new = walk.covered(new, rows, dim, len(dims))
+
+    def write(value: fx.Node, places: Mapping[int, Any]) -> fx.Node:
+        return walk.call(target_of(node), value, dim, places[dim], new)
+
+    return _put(walk, value, rows, {dim: index}, write)
 
 
 def _added_to_rows(walk: Walk, node: fx.Node, written: Rows, dim: int) -> fx.Node:
@@ -313,26 +372,45 @@ def _scattered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     rows, rest = known[dim], known[:dim] + known[dim + 1 :]
     if dims[dim] is not None and target_of(node) is _aten.scatter_add.default:
         return _added_to_rows(walk, node, dims[dim], dim), dims
-    if dims[dim] is not None or rest != dims[:dim] + dims[dim + 1 :]:
+    if rest != dims[:dim] + dims[dim + 1 :]:
         raise refused(node, "is written at places")
-    if rows is None:
+    if rows is None and dims[dim] is None:
         return node, dims
-    if target_of(node) is not _aten.scatter_add.default or walk.dims_of(new) != known:
+    if isinstance(new, fx.Node) and walk.dims_of(new) != known:
         raise refused(node, "is written at places")
-    node.args = (value, dim, index, walk.filled(new, known, 0, (dim,)))
-    return node, dims
+    if target_of(node) is _aten.scatter_add.default:
+        node.args = (value, dim, index, walk.filled(new, known, 0, (dim,)))
+        return node, dims
+    if target_of(node) not in (_aten.scatter.src, _aten.scatter.value):
+        raise refused(node, "is written at places")
+    return _copied(walk, node, dim, rows), dims
 
 
 def _written_at(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    """`x[..., 0] = y` and `x[..., 1:] = y`: along a dim whose rows all count."""
+    """`x[..., 0] = y`, and `x[..., 1:] = y` along a dim whose rows all count."""
     value, new = arguments_of(node)[:2]
     dims, dim = walk.dims_of(value), named_arguments(node)["dim"] % node.meta["val"].dim()
     is_slice = target_of(node) is _aten.slice_scatter.default
-    if dims[dim] is not None or walk.dims_of(new) != (
-        dims if is_slice else dims[:dim] + dims[dim + 1 :]
-    ):
+    if walk.dims_of(new) != (dims if is_slice else dims[:dim] + dims[dim + 1 :]):
         raise refused(node, "is written at places")
-    return node, dims
+    if (rows := dims[dim]) is None:
+        return node, dims
+    if is_slice:
+        raise refused(node, "is written at places")
+    number = walk.call(
+        _aten.full.default,
+        [1],
+        arguments_of(node)[3],
+        dtype=torch.int64,
+        device=torch.device("cpu"),
+    )
+    place = place_of(walk, rows, number)
+    new = walk.call(_aten.unsqueeze.default, new, dim)
+
+    def write(value: fx.Node, places: Mapping[int, Any]) -> fx.Node:
+        return walk.call(_aten.index_copy.default, value, dim, places[dim], new)
+
+    return _put(walk, value, None, {dim: place}, write), dims
 
 
 def _gathered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:

@@ -553,7 +553,7 @@ REFUSED = {
     "is put in order": lambda m, h, y: h[h[..., 0] > 0].argmax() + h.sum(),
     "meets what another mask has as many rows of": lambda m, h, y: (h[h > 0] * h[h < 0]).sum(),
     "is looked through for places": lambda m, h, y: h.mean() * of_chosen_places(h),
-    "is written at places": lambda m, h, y: h[h > 0].index_copy(0, y[0], h[0, :, 0]).sum(),
+    "is written at places": lambda m, h, y: h[h[:, 0, 0] > 0].index_fill(1, y[0], 1.0).sum(),
     "is divided": lambda m, h, y: h[h > 0][::2].sum(),
     "decides a size in a way": lambda m, h, y: torch.zeros(h[h > 0].shape[0] // 2).sum() + h.sum(),
     "is counted for an argument": lambda m, h, y: h.sum().add(h.sum(), alpha=len(h[h > 0])),

@@ -121,7 +121,57 @@ def stacked(m, h, y):
     return wide + deep.sum() + flat + columns.sum() + torch.concat([some, others]).exp().sum()
 
 
-FAST = [divided_and_joined, filled_in_order, another_mask, labels_that_number_rows]
+def rows_put_in_order(m, h, y):
+    rows = h[y > 3]
+    order, num = rows[:, 0].argsort(), len(rows)
+    place = torch.full((num,), -1)
+    place[order] = torch.arange(num)
+    made, summed = torch.zeros_like(rows), m.first(rows)
+    made[order] = rows.sin()
+    summed.index_put_((order,), rows.cos(), accumulate=True)
+    copied = m.first(rows).index_copy(0, order, rows.exp())
+    wide = m.first(rows).scatter(0, order[:, None].expand(-1, 8), made * 2)
+    fixed = torch.arange(num).scatter_(0, torch.arange(num), place.flip(0))
+    ones = torch.zeros(num).scatter(0, order, 1.0)
+    out = torch.zeros(15, 8).scatter(0, place[:, None].expand(-1, 8), rows)
+    return (
+        (made * rows * place[:, None]).sum()
+        + (summed.square() + copied * wide).mean(0).sum()
+        + (rows * fixed[:, None] * ones[:, None]).sum()
+        + (out * h.flatten(0, 1)).sum()
+    )
+
+
+def edges_of_chosen_nodes(m, h, y):
+    """As poolings of graphs do."""
+    nodes = (y.flatten() > 3).nonzero().view(-1)
+    number = nodes.new_full((15,), -1)
+    number[nodes] = torch.arange(len(nodes))
+    row, column = number[torch.arange(15)], number[torch.arange(15).roll(2)]
+    both = (row >= 0) & (column >= 0)
+    edges = torch.stack([row[both], column[both]])
+    rows = m.first(h.flatten(0, 1)[nodes])
+    again = rows[edges[0]].sin() * edges[1][:, None]
+    return rows.new_zeros(len(nodes), 8).index_add(0, edges[1], again).square().sum()
+
+
+def written_one_by_one(m, h, y):
+    """Ones in place of zeros, of which the logarithm has no slope."""
+    rows = m.first(h[y > 3]).exp() * torch.tensor([0.0, *[1.0] * 7])
+    is_low = rows < 0.1
+    rows[is_low] = rows[is_low] + 1
+    return rows.log().sum()
+
+
+FAST = [
+    rows_put_in_order,
+    edges_of_chosen_nodes,
+    written_one_by_one,
+    divided_and_joined,
+    filled_in_order,
+    another_mask,
+    labels_that_number_rows,
+]
 MORE = [pairs, stacked, counted_otherwise, repeated, greatest_of_all, permuted]
 
 
@@ -147,14 +197,39 @@ def more_than_there_are(m, h, y):
     return h.masked_scatter((y > 3)[..., None], h[y < 3]).sum()
 
 
-@pytest.mark.parametrize("function", [as_many, more_than_there_are])
+def beyond(m, h, y):
+    rows = m.first(h[y > 3]) * 1
+    rows[torch.tensor([0, 5])] = 2.0
+    return rows.sum()
+
+
+@pytest.mark.parametrize("function", [as_many, more_than_there_are, beyond])
 def test_numbers_are_marked_where_torch_raises(function):
     model, step, known = capture(function)
     assert known is None
-    given = torch.randn(3, 5, 8), torch.tensor([[0] * 5, [4] * 5, [5] * 5])
-    with pytest.raises(RuntimeError):
+    several = [[0] * 5, [4] * 5, [5] * 5]
+    few = [[0] * 5, [4] * 5, [0] * 5]
+    labels = few if function is beyond else several
+    given = torch.randn(3, 5, 8), torch.tensor(labels)
+    with pytest.raises((RuntimeError, IndexError)):
         numbers(model, plain(function, model), given)
     assert captured(model, step)(*given).isnan()
+
+
+def first_and_last(m, h, y):
+    rows = m.first(h[y > 3]) * 1
+    rows[0] = 2.0
+    rows = rows.select_scatter(m.first(h[0, 3]).sin(), 0, -1)
+    rows[torch.tensor([1, 0]), 1] = h[0, :2, 0]
+    return (rows.softmax(0) * h[y > 3]).sum()
+
+
+def test_rows_of_fixed_numbers_are_written():
+    model, step, _ = capture(first_and_last)
+    for name in ("some", "all"):
+        given = torch.randn(3, 5, 8), torch.tensor(LABELS[name])
+        expected = numbers(model, plain(first_and_last, model), given)
+        torch.testing.assert_close(numbers(model, captured(model, step), given), expected)
 
 
 def chosen(h):
