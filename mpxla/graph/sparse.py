@@ -161,20 +161,38 @@ class Sparse:
 
     # --- what it computes ---------------------------------------------------------------------
 
-    def matmul(self, other: Any) -> torch.Tensor:
-        """The product with a dense vector or matrix."""
-        if is_sparse(other) or len(self.shape) != 2 or other.dim() > 2:
-            raise _unknown("A product with anything but a dense vector or matrix")
+    def matmul(self, other: Any) -> Any:
+        """The product with a vector or matrix; with a sparse one it is sparse."""
+        if len(self.shape) != 2 or other.dim() > 2 or (is_sparse(other) and other.dim() < 2):
+            raise _unknown("A product with anything but a dense vector or a matrix")
         if other.shape[0] != self.shape[1]:
             raise CaptureError(
                 f"A sparse tensor of shape {list(self.shape)} is multiplied by one of shape "
                 f"{list(other.shape)}{at_user_line()}: the shapes do not fit."
             )
+        if is_sparse(other):
+            return self._times(other)
         _tell(self)
         numbers = self.numbers if other.dim() == 1 else self.numbers[:, None]
         terms = numbers * other[self.places[1]]
         zeros = terms.new_zeros((self.shape[0], *other.shape[1:]))
         return zeros.index_add(0, self.places[0], terms)
+
+    def _times(self, other: "Sparse") -> "Sparse":
+        """Has an element wherever two meet, though their sum may be zero."""
+        meet = (
+            self._with(torch.ones_like(self.numbers)).to_dense()
+            @ other._with(torch.ones_like(other.numbers)).to_dense()
+        )
+        places = torch.nonzero(meet > 0, as_tuple=True)
+        dense = self.to_dense() @ other.to_dense()
+        line = at_user_line()
+        warn_once(
+            f"sparse product{line}",
+            f"sparse tensors of shapes {list(self.shape)} and {list(other.shape)} are multiplied"
+            f"{line}: as dense ones.",
+        )
+        return Sparse(torch.stack(places), dense[places], dense.shape, True)
 
     def __rmatmul__(self, other: torch.Tensor) -> torch.Tensor:
         if other.dim() == 1:
@@ -239,7 +257,7 @@ def _number(other: Any) -> Any:
 def _unknown(what: str) -> CaptureError:
     return CaptureError(
         f"{what} is not known for sparse tensors in a step function{at_user_line()}. A step is "
-        f"compiled, and compilers know no sparse tensors: products with dense vectors and matrices "
+        f"compiled, and compilers know no sparse tensors: products with vectors and matrices "
         f"(also of the transposed matrix), with numbers and with dense tensors, sums, indices(), "
         f"values() and to_dense() are computed of its elements. Write it with those, or make the "
         f"tensor dense by to_dense(), which needs memory for the zeros too."
@@ -361,12 +379,28 @@ def _from_places(
 
 
 def _from_rows(
-    crow: Any, column: Any, values: Any, size: Sequence[int] | None = None, **keys: Any
+    crow_indices: Any,
+    col_indices: Any,
+    values: Any,
+    size: Sequence[int] | None = None,
+    **keys: Any,
 ) -> Sparse:
     """`torch.sparse_csr_tensor`."""
-    ends, columns = torch.as_tensor(crow)[1:], torch.as_tensor(column)
+    ends, columns = torch.as_tensor(crow_indices)[1:], torch.as_tensor(col_indices)
     rows = torch.searchsorted(ends.long(), torch.arange(columns.shape[0]), right=True)
     return _from_places(torch.stack([rows, columns.long()]), values, size, **keys)
+
+
+def _from_columns(
+    ccol_indices: Any,
+    row_indices: Any,
+    values: Any,
+    size: Sequence[int] | None = None,
+    **keys: Any,
+) -> Sparse:
+    """`torch.sparse_csc_tensor`."""
+    turned = None if size is None else (size[1], size[0])
+    return _from_rows(ccol_indices, row_indices, values, turned, **keys).t()
 
 
 def _from_dense(dense: Any, *_: Any, **__: Any) -> Sparse:
@@ -380,6 +414,7 @@ def _from_dense(dense: Any, *_: Any, **__: Any) -> Sparse:
 _MAKERS: dict[str, Callable[..., Sparse]] = {
     "sparse_coo_tensor": _from_places,
     "sparse_csr_tensor": _from_rows,
+    "sparse_csc_tensor": _from_columns,
     **dict.fromkeys(("to_sparse", "to_sparse_coo", "to_sparse_csr"), _from_dense),
 }
 _LAYOUTS = torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
