@@ -174,7 +174,8 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
         model: whose modules they are.
         gone: gets those attributes.
     """
-    before = [(module, _attributes(module)) for module in model.modules()]
+    copies: dict[int, Any] = {}  # of what several modules have, one
+    before = [(module, _attributes(module, copies)) for module in model.modules()]
     try:
         yield
     finally:
@@ -190,10 +191,14 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
                 gone += ((module, name) for name in changed)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, Any]:
     """All of them, with copies of the containers that `forward` may fill in place."""
+
+    def copied(value: Any) -> Any:
+        return copies.setdefault(id(value), copy.copy(value))
+
     return {
-        name: copy.copy(value) if type(value) in (list, dict, deque) else value
+        name: copied(value) if type(value) in (list, dict, deque) else value
         for name, value in vars(module).items()
         if name not in _STATE
     }

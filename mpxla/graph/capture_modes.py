@@ -45,7 +45,7 @@ from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.capture_writes import HiddenWrites, described
-from mpxla.graph.carried import CarriedError, Form, carried_of, form_of, is_carried
+from mpxla.graph.carried import CarriedError, Form, all_carried, form_of, is_carried
 from mpxla.graph.control_flow import CONTROL_FLOW
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged, restored
@@ -426,7 +426,7 @@ def _fake_state(
         return fakes[id(tensor)]
 
     attributes = [found for m in model.modules() for found in attributes_of(m)]
-    carried = [one for m in model.modules() for one in carried_of(vars(m)).values()]
+    carried = all_carried(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(*tables))
         for m in model.modules():
@@ -498,7 +498,7 @@ def carried_attributes_written(model: nn.Module) -> Generator[None]:
         CarriedError: one was given tensors of another form than it was to have.
         CaptureError: one had tensors, and lost them.
     """
-    carried = [one for module in model.modules() for one in carried_of(vars(module)).values()]
+    carried = all_carried(model)
     buffers = [one.show() for one in carried]
     register = nn.Module.register_buffer
 

@@ -12,6 +12,7 @@ This module must not know how a step is captured or run.
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ __all__ = [
     "CarriedTensor",
     "Form",
     "FormError",
+    "all_carried",
     "carried_of",
     "carry_written",
     "forget_carried",
@@ -90,6 +92,7 @@ class Carried:
         is_read: whether it has read them before it gave others.
         is_written: whether it has given others.
         is_cache: whether they are the same in every call, so that it is not carried.
+        others: further attributes, mostly of other modules, that are the same list or dictionary.
         before: what was there before the capture.
     """
 
@@ -102,9 +105,12 @@ class Carried:
         self.before: Any = MISSING
         self.is_carrying = self.is_turning = self.is_read = self.is_written = False
         self.is_cache = False
+        self.others: list[tuple[nn.Module, str]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Carried":
-        copied = Carried(copy.deepcopy(self.module, memo), self.name)
+        copied = memo[id(self)] = Carried(self.module, self.name)
+        copied.module = copy.deepcopy(self.module, memo)
+        copied.others = copy.deepcopy(self.others, memo)
         copied._forms, copied._turns = set(self._forms), dict(self._turns)
         copied.is_cache = self.is_cache
         return copied
@@ -122,7 +128,19 @@ class Carried:
 
     def look(self) -> str:
         """The form of what is there, as a text."""
-        return str(self.form_now or _NONE)
+        return f"{self.form_now or _NONE}{', apart' * (not self._is_shared)}"
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the others are still the same object."""
+        return all(vars(module).get(name) is self.value for module, name in self.others)
+
+    def _set(self, value: Any) -> None:
+        for module, name in (*self.others, (self.module, self.name)):
+            if value is MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
 
     def tensors(self) -> list["CarriedTensor"]:
         """Their places."""
@@ -140,7 +158,7 @@ class Carried:
             self.start()
         leaves, spec = pytree.tree_flatten(self.value)
         leaves[index] = value
-        vars(self.module)[self.name] = pytree.tree_unflatten(leaves, spec)
+        self._set(pytree.tree_unflatten(leaves, spec))
 
     def take_form(self, form: Form, found: Form | None) -> None:
         """Has it given tensors of this form from here on, where it has those that were found.
@@ -163,6 +181,10 @@ class Carried:
         Returns:
             What buffers stand for it, by name; also for what is to be there of another form.
         """
+        if not self._is_shared:  # the script has given them objects of their own
+            for module, name in self.others:
+                del vars(module)[_CARRIED][name]
+            self.others = []
         self._found = self.form_now
         self.is_carrying, self.is_read, self.is_written = self._found is not None, False, False
         wanted = self._wanted(self._found)
@@ -171,7 +193,7 @@ class Carried:
         if self._found is not None:
             self._hide(self._found.spec)
         elif isinstance(self.before, (list, dict)):  # which the step may fill
-            vars(self.module)[self.name] = copy.copy(self.before)
+            self._set(copy.copy(self.before))
         places, own = self.tensors(), (self._found or wanted).tensors
         buffers = {place.key: like for place, like in zip(places, own, strict=False)}
         if self.is_turning:
@@ -221,10 +243,7 @@ class Carried:
 
     def restore(self) -> None:
         """Puts back what was there before the capture."""
-        if self.before is MISSING:
-            vars(self.module).pop(self.name, None)
-        else:
-            vars(self.module)[self.name] = self.before
+        self._set(self.before)
         self.before = MISSING
 
     def check_unused(self, is_used: Callable[[str], bool]) -> None:
@@ -240,15 +259,14 @@ class Carried:
         return self._turns[None] if found is None else self._turns.get(found, found)
 
     def _give(self, leaves: Sequence[torch.Tensor], form: Form) -> None:
-        vars(self.module)[self.name] = pytree.tree_unflatten(leaves, form.spec)
+        self._set(pytree.tree_unflatten(leaves, form.spec))
 
     def _hide(self, spec: Any) -> None:
         """Puts None in the place of tensors.
 
         A dictionary keeps its keys: the module may look there for its attributes.
         """
-        hidden = pytree.tree_unflatten([None] * spec.num_leaves, spec)
-        vars(self.module)[self.name] = hidden
+        self._set(pytree.tree_unflatten([None] * spec.num_leaves, spec))
 
     def _problem(self, left: Form | None) -> "FormError":
         return FormError(
@@ -311,9 +329,19 @@ class CarriedError(AgainError):
 
     def prepare(self) -> None:
         """Has the attributes carried from here on."""
+        owners: dict[int, Carried] = {}
+        forms: dict[Carried, Form] = {}
         for module, name, form in self._left:
             _make_attribute(module, name)
-            carried = vars(module).setdefault(_CARRIED, {}).setdefault(name, Carried(module, name))
+            held, table = vars(module).get(name), vars(module).setdefault(_CARRIED, {})
+            if name not in table:
+                table[name] = owners.get(id(held)) or Carried(module, name)
+                if table[name].module is not module or table[name].name != name:
+                    table[name].others.append((module, name))
+            if isinstance(held, (list, dict, deque)):
+                owners[id(held)] = table[name]
+            forms.setdefault(table[name], form)
+        for carried, form in forms.items():
             carried.take_form(form, self._found)
 
 
@@ -362,9 +390,16 @@ def forget_carried(model: nn.Module) -> None:
 
 
 def carried_of(attributes: Mapping[str, Any]) -> dict[str, Carried]:
-    """Those of a module's attributes that steps carry, by name."""
+    """Those of a module's attributes that steps carry, by name; one that is the same object as
+    another module's is that one.
+    """
     found = attributes.get(_CARRIED)
     return {name: one for name, one in found.items() if not one.is_cache} if found else {}
+
+
+def all_carried(model: nn.Module) -> list[Carried]:
+    """Those of all modules, each once."""
+    return list({c: None for m in model.modules() for c in carried_of(vars(m)).values()})
 
 
 def is_carried(attributes: Mapping[str, Any], name: str) -> bool:
@@ -401,6 +436,8 @@ def settle(
             return f"{path}.{key}" if path else key
 
         for carried in carried_of(vars(module)).values():
+            if carried.module is not module:
+                continue
             carried.check_unused(lambda key: is_used(named(key)))
             is_first = carried.is_written and not carried.is_carrying
             if is_first and all(is_same(named(place.key)) for place in carried.tensors()):

@@ -29,5 +29,6 @@ def held_tensors(module: nn.Module) -> Iterator[HeldTensor]:
         if buffer is not None and not is_sparse(buffer):
             yield HeldTensor(module, key)
     yield from attributes_of(module)
-    for carried in carried_of(vars(module)).values():
-        yield from carried.tensors()
+    for name, carried in carried_of(vars(module)).items():
+        if carried.module is module and carried.name == name:
+            yield from carried.tensors()
