@@ -77,7 +77,8 @@ class Contents:
         if self.memory(tensor) is self.memory(data):
             return  # as by `tensor.data += x`
         self.begin(tensor)
-        self._data[tensor] = data.detach()
+        held = self._data[tensor] = data.detach()
+        self.origins[held] = data  # by views of it they are written to
         self._memory[tensor] = self.memory(data)
         self._times_given[tensor] = self._times_given.get(tensor, 0) + 1
 

@@ -5,7 +5,8 @@ of a step has its derivatives from the operators in it: so the new value is writ
 zero and has the gradient of the old one. For parameters see `capture_contents`.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -111,15 +112,24 @@ class HiddenWrites:
             return self._call(func, (self.contents.data(written), *rest), kwargs)
         if owner.is_leaf or owner in self.contents:
             self.contents.begin(owner)
-            self._change(func, self.contents.data(written), rest, kwargs)
+            shared = self._owner(self.contents.memory(owner))
+            is_kept = shared is not owner and shared.requires_grad and not shared.is_leaf
+            with self._gradient_kept(shared) if is_kept else contextlib.nullcontext():
+                self._change(func, self.contents.data(written), rest, kwargs)
             return written
+        with self._gradient_kept(owner):
+            self._change(func, written, rest, kwargs)
+        return written
+
+    @contextlib.contextmanager
+    def _gradient_kept(self, owner: torch.Tensor) -> Generator[None]:
+        """Gives a tensor, when its memory was written to, the gradient that it had before."""
         with torch.enable_grad():
             before = owner.clone()
-        self._change(func, written, rest, kwargs)
+        yield
         with torch.enable_grad():
             new = owner.detach().clone()
             self._call(torch.Tensor.copy_, (owner, new + (before - before.detach())), {})
-        return written
 
     def _write_each(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Calls for every tensor of a list what `torch._foreach_add_` and others do with all."""

@@ -67,6 +67,17 @@ def buffers(model, y):
     return y * model.scale + model.shift
 
 
+def shared_memory(model, y):
+    """A parameter gets the memory of activations, and is written to then."""
+    row = y[0] * 2
+    model.first.bias.data = row.detach()
+    model.first.bias.data[1] = row.mean()
+    with torch.no_grad():
+        model.last.bias.data = y[1].detach()
+        model.last.bias[:2].mul_(2)
+    return torch.tanh(y * row + model.first.bias)
+
+
 FUNCTIONS = [
     under_no_grad,
     to_views,
@@ -76,6 +87,7 @@ FUNCTIONS = [
     other_data,
     detached_in_place,
     buffers,
+    shared_memory,
 ]
 
 
@@ -127,7 +139,7 @@ def train(num_stages, functions):
 @pytest.mark.parametrize(
     ("num_stages", "functions"),
     [
-        (1, [under_no_grad, added, copied_widely, other_data, buffers]),
+        (1, [under_no_grad, added, copied_widely, other_data, buffers, shared_memory]),
         *(pytest.param(stages, FUNCTIONS, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )
