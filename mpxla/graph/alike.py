@@ -16,9 +16,9 @@ from torch import fx
 
 from mpxla.graph.collectives import is_of_group
 from mpxla.graph.fingerprint import bytes_of
-from mpxla.graph.stepgraph import StepGraph, describe
+from mpxla.graph.stepgraph import InputKind, StepGraph, describe
 
-__all__ = ["lines_of"]
+__all__ = ["is_same_step", "lines_of", "outputs_of"]
 
 _aten = torch.ops.aten
 _OF_PLACES = (
@@ -59,3 +59,36 @@ def _constant(name: str, value: torch.Tensor) -> str:
     digest = hashlib.blake2b(bytes_of(value.cpu()), digest_size=8)
     what = f"the tensor {name} of shape {list(value.shape)}, which the step function found outside"
     return f"{what}, with values {digest.hexdigest()}"
+
+
+def is_same_step(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two captures have the same graph."""
+    return lines_of(one) == lines_of(other) and outputs_of(one) == outputs_of(other)
+
+
+def outputs_of(step: StepGraph) -> list[Any]:
+    """What outputs are computed of, and by what; constants of one shape count as the same.
+
+    And the flags of parameters that it leaves.
+    """
+    digests: dict[fx.Node, tuple[bool, str]] = {}
+    roles = step.roles
+
+    def digest(node: fx.Node) -> tuple[bool, str]:
+        value = node.meta.get("val")
+        form = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
+        role = roles.get(node)
+        if role is not None:
+            is_constant = role.kind is InputKind.CONSTANT
+            return is_constant, form if is_constant else f"{role.kind} {role.name} {role.index}"
+        inputs = [digests[other] for other in node.all_input_nodes]
+        if node.op != "output" and all(is_constant for is_constant, _ in inputs):
+            return True, form
+        leaves, _ = pytree.tree_flatten((node.args, node.kwargs))
+        texts = [digests[v][1] if isinstance(v, fx.Node) else repr(v) for v in leaves]
+        text = f"{node.target} {texts}"
+        return False, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    for node in step.graph.nodes:
+        digests[node] = digest(node)
+    return [*((role, digests[node]) for node, role in step.ends), step.flags]

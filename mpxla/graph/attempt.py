@@ -3,14 +3,15 @@
 This module must not know how captures are judged.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mpxla.graph.capture_attributes import AttributeLog, is_simple
-from mpxla.graph.container_state import changed_entries, with_other_tensors
+from mpxla.graph.container_state import changed_entries, missing_entries, with_other_tensors
 from mpxla.graph.counted import as_count
 from mpxla.graph.left_numbers import RecordRead
 from mpxla.graph.plain import Read
@@ -86,6 +87,30 @@ class Attempt:
         """Places that have a number since the step has run, and had none."""
         found = self._told_apart(self.changed() | self.entries())
         return {n: r for n, r in found.items() if is_state(r.value) and as_count(n, r.now())}
+
+    def states_changed(self) -> dict[str, Read]:
+        """What it has read of plain values that are no numbers, and changed."""
+        found = self._told_apart(self.changed() | self.entries())
+        return {n: r for n, r in found.items() if is_state(r.value) and is_simple(r.now())}
+
+    def places(self, names: Mapping[str, bool]) -> dict[str, RecordRead]:
+        """Those of some names that it may read or write; said is whether they are lists."""
+        containers = [*self.outer, *(read for read, _ in self.log.filled())]
+        found = {r.name: r for r in (*self.outer, *self.log.places()) if r.name in names}
+        for read in containers:
+            found |= {entry.name: entry for entry in changed_entries(read, names.keys())}
+            found |= {e.name: e for e in missing_entries(read, names.keys() - found.keys())}
+        known = self._told_apart(
+            {n: r for n, r in found.items() if n in names and not names[n] and is_simple(r.value)}
+        )
+        places = {name: RecordRead.of(read) for name, read in known.items()}
+        for read in containers:
+            held = read.content
+            if names.get(read.name) and isinstance(held, (list, deque)):
+                places[read.name] = RecordRead(
+                    read.name, copy.copy(held), lambda read=read: read.content, is_more=True
+                )
+        return places
 
     def filled(self) -> list[Read]:
         """Containers without tensors in which it has changed something."""

@@ -241,6 +241,13 @@ class AttributeLog:
                 found[self._name(place)] = self._written_read(place)
         return found
 
+    def places(self) -> list[Read]:
+        """All attributes of the user that it has read or written, and that can be put back."""
+        read = {*self.first, *self.inherited} - self.before.keys()
+        own = [place for place in read if _is_of_user(place[1])]
+        written = [place for place in self.before if _is_of_user(place[1])]
+        return [*map(self._read, own), *map(self._written_read, written)]
+
     def filled(self) -> list[tuple[Read, Any]]:
         """Containers that were read, with what they are now: the capture gives others back."""
         return [(self._read(place), container) for place, container in self.containers.items()]

@@ -3,6 +3,8 @@
 This module must not know how captures are judged.
 """
 
+import ast
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
@@ -23,6 +25,7 @@ __all__ = [
     "entry",
     "has_no_others",
     "is_as_left",
+    "missing_entries",
     "refill",
     "with_other_tensors",
 ]
@@ -54,6 +57,18 @@ def changed_entries(read: Read, names: Collection[str] | None) -> list[Read]:
             is_meant = names is None or part.name in names
             found += [part] if is_meant or change("", value, last) else []
     return found
+
+
+def missing_entries(read: Read, names: Collection[str]) -> list[Read]:
+    """Entries with some names that a dictionary does not have yet."""
+    if not isinstance(read.value, dict):
+        return []
+    keys = [name[len(read.name) + 1 : -1] for name in names if name.startswith(f"{read.name}[")]
+    found: list[Read] = []
+    for key in keys:
+        with contextlib.suppress(ValueError, SyntaxError):  # of one in another container
+            found.append(entry(read, ast.literal_eval(key), MISSING))
+    return [one for one in found if one.now() is MISSING]
 
 
 def has_no_others(container: Read, entries: Collection[str]) -> bool:

@@ -248,6 +248,9 @@ class StandIns:
             elif is_plain_number(now) or now is None or now is MISSING or is_tensor:
                 self._given[name] = stand_in
                 read.give(stand_in)
+            elif isinstance(now, str):
+                self._given[name] = text = str([now])  # another one, which is nobody else's
+                read.give(text)
             elif isinstance(now, (*CONTAINERS, tuple)):  # another one is to be put there
                 given = pytree.tree_map(lambda _, value=value: Before(None, value), now)
                 self._given[name] = given

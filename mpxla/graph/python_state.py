@@ -21,18 +21,13 @@ This module must not know how steps are run.
 """
 
 import copy
-import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-import torch.utils._pytree as pytree
-from torch import fx
-
 from mpxla.errors import CaptureError
-from mpxla.graph.alike import lines_of
+from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.attempt import Attempt, is_changed, is_state, restore
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
@@ -60,9 +55,9 @@ from mpxla.graph.counted import (
 from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
 from mpxla.graph.left_numbers import RecordRead, is_plain_number
+from mpxla.graph.numbers_of_ways import LeftNames, numbers_of_way
 from mpxla.graph.plain import Change, Read, plain
-from mpxla.graph.recorded import Recorded
-from mpxla.graph.stepgraph import InputKind, StepGraph
+from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import AgainError, UndecidedError, ValueNeededError
 
 __all__ = ["OnceRead", "PythonState"]
@@ -82,6 +77,7 @@ class PythonState:
 
     Args:
         outside: names of numbers that have changed outside of steps, which are inputs, too.
+        names: of places in which the function leaves something, if it asks for values.
 
     Attributes:
         filled_once: lists by which a step goes that appends plain data to them.
@@ -90,8 +86,9 @@ class PythonState:
         is_trial: whether captures are not to be used, and leave nothing.
     """
 
-    def __init__(self, outside: Collection[str] = ()) -> None:
+    def __init__(self, outside: Collection[str] = (), names: LeftNames | None = None) -> None:
         self._outside = outside
+        self._names = LeftNames() if names is None else names
         self._left: list[Callable[[], None]] = []
         self._followed: dict[str, FollowedRead] = {}
         self._of_model: set[str] = set()
@@ -209,15 +206,23 @@ class PythonState:
         self, first: Attempt, capture: Callable[..., Attempt]
     ) -> tuple[StepGraph, list[Read]]:
         self._left = []
-        first, records = self._recorded(first, capture, counts=self._asks)
-        capture = partial(capture, records)
+        way = None
+        if self._asks:
+            way = numbers_of_way(first, capture, self._names, self._refill)
+        if way is None:
+            first, records = self._recorded(first, capture)
+            reads, names, stand_ins = [], records.keys(), records
+        else:
+            first, records, reads = way.attempt, way.records, way.reads
+            names, stand_ins = way.names, way.stand_ins
+        capture = partial(capture, stand_ins)
         changed, outer = first.changed(), [r for r in first.outer if not is_changed(r)]
-        changed = {name: read for name, read in changed.items() if name not in records}
+        changed = {name: read for name, read in changed.items() if name not in names}
         own = first.own_reads
         if not self._followed:  # calls compare modes; microbatches may leave others
             own = [read for read in own if not _is_mode(read.name)]
         known, filled = kept([*outer, *own])
-        reads = [*known, *self._followed.values(), *records.values()]
+        reads = [*reads, *known, *self._followed.values(), *records.values()]
         is_question = first.step.is_question  # which leaves nothing
         left, self._left = [] if is_question else first.left(), first.log.left_carried()
         try:
@@ -239,12 +244,9 @@ class PythonState:
         return first.step, [*reads, *once]
 
     def _recorded(
-        self, first: Attempt, capture: Callable[..., Attempt], counts: bool
+        self, first: Attempt, capture: Callable[..., Attempt]
     ) -> tuple[Attempt, dict[str, RecordRead]]:
         """Captures with stand-ins in the places that get numbers which the model has computed.
-
-        So it does, if it `counts`, with the places of numbers that the step changes and does not go
-        by.
 
         Returns:
             The capture to go on with, and the places with what is recorded there.
@@ -254,29 +256,24 @@ class PythonState:
         """
         found = {one.name: one for one in first.step.recorded}
         computed = {name: read for name, read in first.computed.items() if name in found}
-        changing = first.numbers(()).keys()
-        counted = {n: RecordRead.of(r) for n, r in first.counted().items()} if counts else {}
-        if not counted and not any(map(first.log.is_read, computed)):
+        if not any(map(first.log.is_read, computed)):
             return first, {n: replace(r, recorded=found[n]) for n, r in computed.items()}
         restore(first.log, first.outer)
         self._refill()
+        again, error_type = None, CaptureError
         try:
-            again = capture(computed | counted)
+            again = capture(computed)
+        except (ValueNeededError, UndecidedError):
+            error_type = UndecidedError  # a function that asks may branch by them
         except Exception:  # of stand-ins, which Python needs the values of
-            again = None
+            pass
         later = {} if again is None else {one.name: one for one in again.step.recorded}
-        stays = {n: Recorded.as_before(n) for n in counted.keys() - changing}
         later = {
             name: computed[name].numbered(found[name], one) if name in found else one
-            for name, one in (stays | later).items()
+            for name, one in later.items()
         }
-        names = found.keys() | counted.keys()
-        is_same = again is not None and later.keys() == names and _is_same(first.step, again.step)
-        if counted and not is_same:  # it goes by some
-            if again is not None:
-                restore(again.log, again.outer)
-            self._refill()
-            return self._recorded(capture(), capture, counts=False)
+        is_same = again is not None and is_same_step(first.step, again.step)
+        is_same = is_same and later.keys() == found.keys()
         plain_lists = {n for n in computed if found[n].is_plain} - self.filled_once
         if not is_same and plain_lists:
             if again is not None:
@@ -288,14 +285,14 @@ class PythonState:
             hint = _SHORTENED if any(computed[name].is_more for name in names) else ""
             if any(found[name].has_tensors for name in names):
                 hint = _SUMMED
-            raise CaptureError(
+            raise error_type(
                 f"The step function computes with {' or '.join(names)}, and gives it a number that "
                 f"the model has computed{line}, by which the next microbatch would go. Make it a "
                 f"buffer: register_buffer with a tensor, then self.name.copy_(value).{hint}"
             )
         first.log.warn(name for name in computed if not found[name].is_like(later[name]))
         records: dict[str, RecordRead] = {}
-        for name, read in (computed | counted).items():
+        for name, read in computed.items():
             is_first = not (read.is_more or is_plain_number(read.value))
             known = found[name] if is_first else None
             records[name] = replace(read, recorded=later[name], first=known)
@@ -313,7 +310,7 @@ class PythonState:
             raise _CacheError from error
         try:
             again = second.changed().keys() & changed.keys()
-            if _is_same(first.step, second.step):
+            if is_same_step(first.step, second.step):
                 return [], again
             if again:
                 self._follow(first, again)
@@ -323,7 +320,7 @@ class PythonState:
         finally:
             restore(second.log, second.outer)
         flags = [read for name, read in changed.items() if name not in again]
-        if not flags or _outputs(first.step) == _outputs(second.step):
+        if not flags or outputs_of(first.step) == outputs_of(second.step):
             return [], set(changed)
         names = {read.name for read in flags}
         if first.log.has_constants(names):
@@ -395,16 +392,12 @@ def _goes_on(capture: Callable[..., Attempt]) -> bool:
     return True
 
 
-def _is_same(one: StepGraph, other: StepGraph) -> bool:
-    return lines_of(one) == lines_of(other) and _outputs(one) == _outputs(other)
-
-
 def _comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
     """Whether a capture gives the same step; it may raise anything by what it finds."""
     try:
         again = capture()
         restore(again.log, again.outer)
-        return _is_same(one.step, again.step)
+        return is_same_step(one.step, again.step)
     except Exception:
         return False
 
@@ -472,31 +465,3 @@ class _FlagError(Exception):
 
 class _CacheError(Exception):
     """Attributes hold tensors beside the flag, and captures leave none: it is to stay as it was."""
-
-
-def _outputs(step: StepGraph) -> list[Any]:
-    """What outputs are computed of, and by what; constants of one shape count as the same.
-
-    And the flags of parameters that it leaves.
-    """
-    digests: dict[fx.Node, tuple[bool, str]] = {}
-    roles = step.roles
-
-    def digest(node: fx.Node) -> tuple[bool, str]:
-        value = node.meta.get("val")
-        form = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
-        role = roles.get(node)
-        if role is not None:
-            is_constant = role.kind is InputKind.CONSTANT
-            return is_constant, form if is_constant else f"{role.kind} {role.name} {role.index}"
-        inputs = [digests[other] for other in node.all_input_nodes]
-        if node.op != "output" and all(is_constant for is_constant, _ in inputs):
-            return True, form
-        leaves, _ = pytree.tree_flatten((node.args, node.kwargs))
-        texts = [digests[v][1] if isinstance(v, fx.Node) else repr(v) for v in leaves]
-        text = f"{node.target} {texts}"
-        return False, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    for node in step.graph.nodes:
-        digests[node] = digest(node)
-    return [*((role, digests[node]) for node, role in step.ends), step.flags]

@@ -41,6 +41,7 @@ class Asking:
     def __init__(self, plans: Plans, num_replicas: int):
         self._plans, self._num_replicas = plans, num_replicas
         self._functions: set[str] = set()
+        self._num_places: dict[str, int] = {}
 
     def __contains__(self, function: str) -> bool:
         """Whether a step function has asked before, by its title."""
@@ -65,6 +66,10 @@ class Asking:
             _, call.tensors = with_constants(call.signature, call.tensors, constants)
             call.signature = replace(plan.signature, draws=())
             self.begin(call)
+        function = call.signature.function
+        if plan.num_places > self._num_places.setdefault(function, plan.num_places):
+            self._num_places[function] = plan.num_places
+            self.go_on(call)  # plans that do not know of these places hold no more
         return _problem_of_number(plan, self._plans)
 
     def advance(self, call: Call, view: ModelView) -> str | None:
@@ -76,7 +81,6 @@ class Asking:
         waiting: dict[Plan, list[int]] = {}
         call.question = call.wanted = call.end = None
         plans = self._plans.like(call.signature, view)
-        questions = [plan for plan in plans if plan.is_question]
         for number in range(call.done, len(call.ways)):
             plan = call.ways[number] or self._find(call, number, plans)
             if plan is None:
@@ -85,9 +89,7 @@ class Asking:
                 waiting.setdefault(plan, []).append(number)
             else:
                 call.ways[number] = plan
-                asking = next((q for q in questions if q.goes_by(plan)), None)
-                if len(call.ways) > 1:
-                    _warn_of_numbers(questions, plan)
+                asking = next((other for other in plans if other.goes_by(plan)), None)
                 is_next = not waiting and call.wanted is None
                 if asking is not None and is_next and number + 1 < len(call.ways):
                     call.end = number + 1
@@ -119,7 +121,7 @@ class Asking:
         """Why microbatches cannot run one after the other where one decides for those after it."""
         names = " and ".join(sorted(question.goes_by(plan)))
         function = plan.signature.function
-        line = question.cut.step.asked[-1]
+        line = "".join(question.cut.step.asked[-1:])
         text = f"branches{line} on a value that depends on {names}, which"
         if self._num_replicas > 1 or plan.signature.draws:
             return (
@@ -214,21 +216,6 @@ def _problem_of_number(plan: Plan, known: Iterable[Plan]) -> str | None:
         f"depend on the model, in more than {MOST_WAYS} ways. Each is a program of its own: use "
         f"torch.where or a mask in place of the branch, or loop a fixed number of times."
     )
-
-
-def _warn_of_numbers(questions: Iterable[Plan], plan: Plan) -> None:
-    """Tells the user of what may decide for later microbatches, of one call."""
-    function = plan.signature.function
-    for question in questions:
-        line = question.cut.step.asked[-1]
-        for name in question.may_go_by(plan):
-            warn_once(
-                f"{name} in questions of {function}",
-                f"step function {function.rpartition('.')[2]} branches{line}, and leaves a number "
-                f"of the model in {name}. If it branches by that, all microbatches of a call go by "
-                f"what was there before the call. Make it an attribute of the model or of an "
-                f"object, or a buffer: microbatches then run one after the other.",
-            )
 
 
 def _warn(plan: Plan) -> None:

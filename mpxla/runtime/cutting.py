@@ -16,6 +16,7 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
+from mpxla.graph.numbers_of_ways import LeftNames
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
 from mpxla.graph.plain import Read
@@ -93,6 +94,7 @@ class StepCutter:
         sharded = session.topology.sdp_group(session.rank)
         self._may_ask = len(self._sharing) == 1 and len(sharded) == 1
         self._decided: defaultdict[str, set[str]] = defaultdict(set)
+        self._left: defaultdict[str, LeftNames] = defaultdict(LeftNames)
         self._rewritten: defaultdict[str, set[str]] = defaultdict(set)
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
@@ -122,7 +124,7 @@ class StepCutter:
                 self._states,
                 functools.cache(lambda: self._values(call)),
                 self._session.kept,
-                PythonState(call.outside),
+                PythonState(call.outside, self._left[call.signature.function]),
                 self._decided[call.signature.function] if self._may_ask else None,
                 self._replicas,
                 rewritten=self._rewritten[call.signature.function],

@@ -16,6 +16,7 @@ import torch
 from mpxla.graph.counted import CountRead, FollowedRead, as_count
 from mpxla.graph.held_objects import ObjectRead
 from mpxla.graph.left_numbers import RecordRead
+from mpxla.graph.numbers_of_ways import DecidingRead, LeftNamesRead
 from mpxla.graph.python_state import OnceRead
 from mpxla.graph.questions import state_read
 from mpxla.log import get_logger
@@ -99,22 +100,21 @@ class Plan:
         """Parameters and buffers by which it answers, if it is a question."""
         return state_read(self.cut.step) if self.is_question else set()
 
+    @cached_property
+    def deciding(self) -> set[str]:
+        """Places with plain values that ways of the function leave, and by which this one goes."""
+        return {read.name for read in self.view.reads if isinstance(read, DecidingRead)}
+
+    @cached_property
+    def num_places(self) -> int:
+        """How many places in which ways of the function leave something are known to it."""
+        known = (read.value for read in self.view.reads if isinstance(read, LeftNamesRead))
+        return next(known, 0)
+
     def goes_by(self, plan: "Plan") -> set[str]:
-        """What another plan writes to, and this question answers by: also numbers in objects."""
-        if not self.is_question:
-            return set()
-        left = {read.name for read in plan.records if "." in read.name and not read.is_more}
-        own = {read.name for read in self.view.reads if not isinstance(read, RecordRead)}
-        return (self.asks_of & plan.cut.step.changed) | (left & own)
-
-    def may_go_by(self, plan: "Plan") -> list[str]:
-        """Numbers that another plan leaves in globals and closures, which this question may read.
-
-        What a function names of them, it need not have read.
-        """
-        left = sorted(read.name for read in plan.records if not read.is_more)
-        own = {read.name for read in self.view.reads if not isinstance(read, RecordRead)}
-        return [name for name in left if "." not in name and name.partition("[")[0] in own]
+        """What another plan writes to, or leaves in Python, and this one goes by."""
+        left = {read.name for read in plan.records}
+        return (self.asks_of & plan.cut.step.changed) | (left & self.deciding)
 
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
         """(microbatch, what Python would read otherwise) of a call; None if nothing."""
