@@ -6,18 +6,26 @@ This module must not know how captures are judged.
 import copy
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
+from mpxla.graph.alike import is_same_step
 from mpxla.graph.capture_attributes import AttributeLog, is_simple
-from mpxla.graph.container_state import changed_entries, missing_entries, with_other_tensors
+from mpxla.graph.container_state import (
+    changed_entries,
+    missing_entries,
+    tensor_entries,
+    with_other_tensors,
+)
 from mpxla.graph.counted import as_count
 from mpxla.graph.left_numbers import RecordRead
 from mpxla.graph.plain import Read
 from mpxla.graph.stepgraph import StepGraph
 
-__all__ = ["Attempt", "is_changed", "is_state", "restore"]
+__all__ = ["Attempt", "is_changed", "is_state", "restore", "stood_in"]
 
 _FOUND_AGAIN = ("problem_type",)
 """Attributes that a function sets to what it would find again by the same inputs: losses of
@@ -99,9 +107,10 @@ class Attempt:
         found = {r.name: r for r in (*self.outer, *self.log.places()) if r.name in names}
         for read in containers:
             found |= {entry.name: entry for entry in changed_entries(read, names.keys())}
+            found |= {entry.name: entry for entry in tensor_entries(read)}
             found |= {e.name: e for e in missing_entries(read, names.keys() - found.keys())}
         known = self._told_apart(
-            {n: r for n, r in found.items() if n in names and not names[n] and is_simple(r.value)}
+            {n: r for n, r in found.items() if n in names and not names[n] and _is_open(r.value)}
         )
         places = {name: RecordRead.of(read) for name, read in known.items()}
         for read in containers:
@@ -141,6 +150,41 @@ class Attempt:
         """Put back what it has left of plain values."""
         outer = [partial(read.give, read.now()) for read in self.outer if is_changed(read)]
         return [*self.log.left(), *outer]
+
+
+def stood_in(
+    first: Attempt,
+    capture: Callable[[Mapping[str, RecordRead]], Attempt],
+    places: Mapping[str, RecordRead],
+    refill: Callable[[], None],
+) -> Attempt | None:
+    """Another capture, with stand-ins in some places; None if that is another step.
+
+    Args:
+        first: the one without.
+        capture: makes it.
+        places: by name.
+        refill: gives containers back what they held.
+    """
+    again = capture(places)
+    is_in_place = any(read.is_in_place for read in places.values())  # also in the first one
+    if is_same_step(first.step, again.step) and not is_in_place:
+        return again
+    restore(again.log, again.outer)
+    refill()
+    if not is_in_place and not any(one.has_tensors for one in first.step.recorded):
+        return None
+    # What is added to `total` is a result now, in the place of their sum; are other sums, too?
+    other = capture({name: replace(read, offset=1.0) for name, read in places.items()})
+    if is_same_step(again.step, other.step):
+        return other
+    restore(other.log, other.outer)
+    refill()
+    return None
+
+
+def _is_open(value: Any) -> bool:
+    return is_simple(value) or isinstance(value, torch.Tensor)
 
 
 def restore(log: AttributeLog, outer: Iterable[Read]) -> None:

@@ -53,14 +53,14 @@ from mpxla.graph.functional_step import (
 from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_hooks_captured
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
-from mpxla.graph.number import is_number, numbers_in_math
+from mpxla.graph.number import Later, is_number, numbers_in_math
 from mpxla.graph.questions import as_question
 from mpxla.graph.recorded import Recorded
 from mpxla.graph.recorder import BackwardRecorder, recording_to
 from mpxla.graph.sparse import refuse_sparse
 from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
 from mpxla.graph.tensor_places import Attribute, NewAttributesError
-from mpxla.graph.user_code import UndecidedError, ValueNeededError, explain
+from mpxla.graph.user_code import OutsideWriteError, UndecidedError, ValueNeededError, explain
 from mpxla.kept import Kept
 from mpxla.log import get_logger, warn_once
 
@@ -313,6 +313,8 @@ class _StepModule(nn.Module):
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
+    if isinstance(leaf, Later):
+        raise TypeError("the step function returns what is made when it has run")
     held = [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]
     if held and not isinstance(leaf, nn.Module):
         raise CaptureError(
@@ -497,6 +499,9 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
             is_final = known is not None and known.decide_sizes
             carry_written(model, [tensor for tensor, *_ in outside])
             explained = explain(error, is_final, [line for _, line, _ in outside])
+            if isinstance(explained, OutsideWriteError) and returned.semantics is not None:
+                written = [tensor for tensor, *_ in outside]
+                explained.written = returned.semantics.own_tensors(written)
             # Torch has sizes without values here that not all of its code expects, and the user's
             # code may go another way.
             is_supposed = counts.has_unknown or counts.asked

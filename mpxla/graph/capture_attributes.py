@@ -78,6 +78,7 @@ class AttributeLog:
         before: values at the first write.
         containers: lists and dictionaries that were read, which the step may fill.
         forms: of the tensors that it has given attributes.
+        recorded: attributes of objects whose tensors are there when the step has run.
     """
 
     held: dict[int, Held]
@@ -90,6 +91,7 @@ class AttributeLog:
     before: dict[tuple[int, str], Any] = field(default_factory=dict)
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
+    recorded: set[tuple[int, str]] = field(default_factory=set)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -148,7 +150,7 @@ class AttributeLog:
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
         for place, value in self.first.items():
             line, last = self.written.get(place, ("", None))
-            if last is _COMPUTED and not self._is_carried(place):
+            if last is _COMPUTED and not (self._is_carried(place) or place in self.recorded):
                 raise refusal(self._name(place), line)
             is_cache = last is _CONSTANT  # which all calls fill alike
             if _is_known(self._name(place), value) and not (is_cache and value is MISSING):
@@ -221,6 +223,13 @@ class AttributeLog:
         found: list[tuple[Read, Any]] = []
         for place, (_, last) in self.written.items():
             before = self.before[place]
+            is_object = not isinstance(self.held[place[0]].value, nn.Module)  # modules carry them
+            if last is _COMPUTED and is_object and (is_simple(before) or form_of(before)):
+                value = self.held[place[0]].get(place[1])
+                if is_recordable(value, with_tensors=True):
+                    found.append((self._written_read(place), value))
+                    self.recorded.add(place)
+                continue
             is_open = is_simple(before) or not self._is_read(place)
             if _is_of_user(place[1]) and is_open and is_recordable(last):
                 found.append((self._written_read(place), last))

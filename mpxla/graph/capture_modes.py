@@ -52,7 +52,7 @@ from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
-from mpxla.graph.number import NO_VALUE
+from mpxla.graph.number import NO_VALUE, made_later, text_without_value
 from mpxla.graph.number_functions import FUNCTIONS_OF_NUMBERS
 from mpxla.graph.recorder import current_recorder
 from mpxla.graph.shapes import static_shapes
@@ -105,6 +105,8 @@ class StepSemantics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tuple(args), kwargs or {}
+        if (later := made_later(func, args)) is not None:
+            return later
         if func in _AUTOGRAD and self.of_function == (True, False):
             raise DifferentiatesInsideError
         if func is torch.autograd.grad and (
@@ -124,7 +126,9 @@ class StepSemantics(TorchFunctionMode):
             with self:
                 return CONTROL_FLOW[func.name()](*args, **kwargs)
         if func in _TEXTS and isinstance(args[0], FakeTensor):
-            return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
+            kind = f"{str(args[0].dtype)[6:]}{list(args[0].shape)}"
+            is_number = func is torch.Tensor.__format__ and not args[0].dim()
+            return text_without_value(kind, *args) if is_number else NO_VALUE.format(kind)
         if func is torch.Tensor.retain_grad and not self.of_function[0]:
             return self._gradients.retain(args[0])
         if func == _GET_GRADIENT and self._gradients.is_retained(args[0]):

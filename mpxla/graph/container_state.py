@@ -27,6 +27,7 @@ __all__ = [
     "is_as_left",
     "missing_entries",
     "refill",
+    "tensor_entries",
     "with_other_tensors",
 ]
 
@@ -56,6 +57,17 @@ def changed_entries(read: Read, names: Collection[str] | None) -> list[Read]:
         elif is_simple(value) and is_simple(last):
             is_meant = names is None or part.name in names
             found += [part] if is_meant or change("", value, last) else []
+    return found
+
+
+def tensor_entries(read: Read) -> list[Read]:
+    """Tensors in a container, and in those in it."""
+    held, found = read.content, list[Read]()
+    if type(held) not in PLAIN_CONTAINERS:
+        return found
+    for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+        part = entry(read, key, value)
+        found += [part] if isinstance(value, torch.Tensor) else tensor_entries(part)
     return found
 
 

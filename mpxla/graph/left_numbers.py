@@ -18,12 +18,12 @@ from torch import nn
 
 from mpxla.graph.capture_attributes import CONTAINERS, AttributeLog, is_simple
 from mpxla.graph.container_state import entry, refill
-from mpxla.graph.number import Number, is_number
+from mpxla.graph.number import Number, is_number, text_without_value, values_in
 from mpxla.graph.plain import MISSING, SIMPLE, Change, Read
 from mpxla.graph.recorded import Before, Recorded, is_recordable, may_be_appended
 from mpxla.graph.user_code import AgainError
 
-__all__ = ["RecordRead", "StandIns", "is_plain_number", "numbers_left"]
+__all__ = ["RecordRead", "StandIns", "is_plain_number", "may_go_on", "numbers_left"]
 
 _MANY = 1024
 """So many stand-ins are in a list. Code that lets go of the oldest ones then does."""
@@ -35,11 +35,17 @@ class RecordRead(Read):
 
     Attributes:
         is_more: whether they are appended to what is there.
+        is_in_place: whether it is a tensor that is written to.
+        offset: something by which stand-ins differ.
+        start: what microbatches go on from in the place of no number; MISSING if that is not known.
         recorded: what a microbatch leaves there.
         first: the same where it finds no number; None if that is not known.
     """
 
     is_more: bool = False
+    is_in_place: bool = False
+    offset: float = 0.0
+    start: Any = MISSING
     recorded: Recorded | None = None
     first: Recorded | None = None
 
@@ -55,8 +61,18 @@ class RecordRead(Read):
             is_known = type(now) is type(self.value)
         else:
             goes_on = self.recorded is not None and self.recorded.goes_on
-            is_known = not goes_on or self.first is not None or is_plain_number(now)
+            is_known = may_go_on(now) or not goes_on or self.first is not None
+            is_known = is_known or self.start is not MISSING
         return None if is_known else Change(self.name, self.value, now)
+
+    def leave(self, value: Any) -> None:
+        """Puts what a call leaves there."""
+        now = self.now()
+        is_like = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+        if self.is_in_place and is_like and now.shape == value.shape:
+            now.detach().copy_(value)
+        elif self.put is not None and not self.is_more:
+            self.put(value)
 
     def numbered(self, found: Recorded, later: Recorded) -> Recorded:
         """What a capture with stand-ins has found, and one without."""
@@ -64,7 +80,9 @@ class RecordRead(Read):
 
     def after(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
         """What a microbatch leaves there, or appends; see `Recorded.of`."""
-        is_first = self.first is not None and not is_plain_number(left[self.name])
+        if self.start is not MISSING and not may_go_on(left[self.name]):
+            left = {**left, self.name: self.start}
+        is_first = self.first is not None and not may_go_on(left[self.name])
         recorded = self.first if is_first else self.recorded
         assert recorded is not None, "it was captured"
         return recorded.of(results, left)
@@ -75,6 +93,11 @@ class LeftNumber(NamedTuple):
 
     read: RecordRead
     value: Any
+
+
+def may_go_on(value: Any) -> bool:
+    """Whether it is something that Python adds to: a number, a tensor, a text."""
+    return is_plain_number(value) or isinstance(value, (str, torch.Tensor))
 
 
 def is_plain_number(value: Any) -> bool:
@@ -115,6 +138,8 @@ def numbers_left(
     given: dict[str, RecordRead] = {}
     for one in found:
         leaves = pytree.tree_leaves(one.value)
+        texts = [leaf for leaf in leaves if isinstance(leaf, str)]
+        leaves += [value for text in texts for _, value, _ in values_in(text)]
         numbers = [leaf for leaf in leaves if is_number(leaf)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if one.read.is_more and one.read.name in filled_once and not numbers:
@@ -237,7 +262,7 @@ class StandIns:
         # What follows from a parameter is known to nobody: to go by it is an error.
         some = next((p for p in model.parameters() if p.numel()), None)
         for name, read in self._reads.items():
-            value = torch.zeros((), dtype=torch.float64)
+            value = torch.full((), read.offset, dtype=torch.float64)
             if some is not None:
                 value = value + some.detach().reshape(-1)[0].double()
             stand_in, now = Before(name, value), read.now()
@@ -249,8 +274,8 @@ class StandIns:
                 self._given[name] = stand_in
                 read.give(stand_in)
             elif isinstance(now, str):
-                self._given[name] = text = str([now])  # another one, which is nobody else's
-                read.give(text)
+                self._given[name] = text_without_value("text", stand_in, "")
+                read.give(self._given[name])
             elif isinstance(now, (*CONTAINERS, tuple)):  # another one is to be put there
                 given = pytree.tree_map(lambda _, value=value: Before(None, value), now)
                 self._given[name] = given

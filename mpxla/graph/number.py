@@ -22,6 +22,7 @@ from mpxla.graph.exchanged import exchanged
 
 __all__ = [
     "NO_VALUE",
+    "Later",
     "NeedsValueError",
     "Number",
     "NumberRead",
@@ -29,8 +30,11 @@ __all__ = [
     "extreme_number",
     "has_number",
     "is_number",
+    "made_later",
     "numbers_in_math",
     "takes_numbers_as_tensors",
+    "text_without_value",
+    "values_in",
 ]
 
 _KINDS = {torch.float64: float, torch.int64: int, torch.bool: bool}
@@ -48,9 +52,11 @@ class Number:
 
     Attributes:
         made_by: the function of Python and the numbers that it was computed of, if it was not read.
+        is_before: whether it depends on what a place outside of the step held before it.
     """
 
     made_by: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    is_before = False
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
@@ -112,6 +118,36 @@ class Number:
         return TypeError(f"the value of {self!r} is needed in Python, by {by}")
 
 
+class Later:
+    """A tensor that Python makes when the step has run, of tensors of the step and what is outside.
+
+    A step cannot compute with it.
+
+    Attributes:
+        made_by: the function and what it was given.
+    """
+
+    def __init__(self, function: Callable[..., Any], *of: Any):
+        self.made_by = function, of
+
+    def detach(self) -> "Later":
+        """It has no gradient."""
+        return self
+
+    def item(self) -> "Later":
+        """Its number."""
+        return Later(torch.Tensor.item, self)
+
+    def __neg__(self) -> "Later":
+        return Later(operator.neg, self)
+
+    def __format__(self, spec: str) -> str:
+        return text_without_value("tensor", self, spec)
+
+    def __bool__(self) -> bool:
+        raise TypeError("it is made when the step has run")
+
+
 class NumberRead(Number):
     """Stands for what `.item()` has read of a tensor, whose value nobody knows yet."""
 
@@ -168,7 +204,8 @@ class NumberRead(Number):
     def __format__(self, spec: str) -> str:
         # Modules are chosen by the texts of integers, `self.blocks[f"{self.depth}"]`.
         found = self.tensor.item() if self.tensor.dtype is torch.int64 else self
-        return repr(self) if is_number(found) else format(found, spec)
+        is_open = is_number(found)
+        return text_without_value("number", self, spec) if is_open else format(found, spec)
 
     def needed(self, by: str) -> Exception:
         """The error of code that needs the value in Python."""
@@ -177,6 +214,22 @@ class NumberRead(Number):
 
 NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) prints values>"
 """What the user's texts say in the place of values."""
+
+
+_texts: dict[str, tuple[Any, str]] = {}
+"""What stands for values in texts of the step that is captured, with formats."""
+
+
+def text_without_value(kind: str, value: Any, spec: str) -> str:
+    """What `format` gives; `values_in` knows it again where the step leaves a text with it."""
+    text = NO_VALUE.format(f"{kind} {len(_texts) + 1}")
+    _texts[text] = value, spec
+    return text
+
+
+def values_in(text: str) -> list[tuple[str, Any, str]]:
+    """Parts of a text that stand for values, with these and their formats."""
+    return [(part, *found) for part, found in _texts.items() if part in text]
 
 
 def as_float(number: "NumberRead") -> "NumberRead":
@@ -211,7 +264,9 @@ def numbers_in_math(number_of: Callable[[Any], Any]) -> Generator[None]:
         exchanged(math, **{name: of_numbers(math, name) for name in _OF_MATH}),
         exchanged(np, **{name: of_numbers(np, name) for name in _OF_FINITE}),
     ):
+        _texts.clear()
         yield
+    _texts.clear()
 
 
 def _in_math(name: str, number: NumberRead) -> Any:
@@ -264,6 +319,14 @@ def is_number(value: Any) -> bool:
     return issubclass(type(value), Number)
 
 
+def made_later(func: Any, args: tuple[Any, ...]) -> Later | None:
+    """What arithmetic of torch gives of a tensor and what a place held before the step."""
+    if getattr(func, "__name__", "").strip("_") not in _EXACT or len(args) != 2:
+        return None
+    is_later = any(isinstance(v, Later) or (is_number(v) and v.is_before) for v in args)
+    return Later(func, *args) if is_later else None
+
+
 def has_number(tree: Any) -> bool:
     """Whether one of its leaves, or the end of a slice among them, stands for a number."""
     leaves = pytree.tree_leaves(tree)
@@ -287,6 +350,7 @@ def _made(tensor: torch.Tensor, function: Callable[..., Any], *of: Any) -> Any:
     is_read = any(issubclass(type(value), NumberRead) for value in of)
     found = NumberRead(tensor, is_own=True) if is_read else Number(tensor)
     found.made_by = function, of
+    found.is_before = any(is_number(value) and value.is_before for value in of)
     return found
 
 
@@ -326,6 +390,8 @@ def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
     function: Callable[[Any, Any], Any] = getattr(operator, name)
 
     def method(self: Number, other: Any) -> Any:
+        if isinstance(other, Later) or (self.is_before and isinstance(other, torch.Tensor)):
+            return Later(function, *((other, self) if is_reflected else (self, other)))
         if isinstance(other, torch.Tensor):
             dtype = _exact_dtype(_common_dtype(self, [other]), [other])
             operands = [self.tensor.to(dtype), other]
@@ -344,6 +410,15 @@ def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
         elif name in _OF_INTEGERS and not (isinstance(operands[1], int) and operands[1] > 0):
             operands = self.in_python(name, operands)
         return _made(function(*operands), function, *given)
+
+    return method
+
+
+def _later(name: str, is_reflected: bool) -> Callable[..., Any]:
+    function: Callable[[Any, Any], Any] = getattr(operator, name)
+
+    def method(self: Later, other: Any) -> Later:
+        return Later(function, *((other, self) if is_reflected else (self, other)))
 
     return method
 
@@ -413,6 +488,8 @@ _COUNTING = (
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Number, f"__{_name}__", _arithmetic(_name, is_reflected=False))
     setattr(Number, f"__r{_name}__", _arithmetic(_name, is_reflected=True))
+    setattr(Later, f"__{_name}__", _later(_name, is_reflected=False))
+    setattr(Later, f"__r{_name}__", _later(_name, is_reflected=True))
 for _name in (
     *("bool", "float", "int", "complex", "index", "round", "trunc", "floor", "ceil", "hash"),
     *("lt", "le", "gt", "ge", "eq", "ne", "str", "format"),

@@ -17,9 +17,8 @@ This module must not know how captures are made or run.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from mpxla.graph.alike import is_same_step
-from mpxla.graph.attempt import Attempt, restore
-from mpxla.graph.left_numbers import RecordRead, is_plain_number
+from mpxla.graph.attempt import Attempt, restore, stood_in
+from mpxla.graph.left_numbers import RecordRead, may_go_on
 from mpxla.graph.plain import Change, Read, change, plain
 from mpxla.graph.recorded import Recorded
 
@@ -104,17 +103,11 @@ def numbers_of_way(
 
     def captured(chosen: Mapping[str, RecordRead]) -> Attempt | None:
         """Another capture, if it is the same step and leaves numbers in the same places."""
-        again = None
         try:
-            again = capture(chosen)
-            if is_same_step(first.step, again.step):
-                return again
+            return stood_in(first, capture, chosen, refill)
         except Exception:  # of stand-ins, which Python needs the values of
-            again = None
-        if again is not None:
-            restore(again.log, again.outer)
-        refill()
-        return None
+            refill()
+            return None
 
     def is_free(name: str) -> bool:
         again = captured({name: places[name]})
@@ -135,7 +128,7 @@ def numbers_of_way(
     for name, read in places.items():
         one, before = later.get(name), None
         if name not in free:
-            is_number = read.is_more or is_plain_number(read.value)
+            is_number = read.is_more or may_go_on(read.value)
             if one is not None and is_number and not first.step.is_question:
                 restore(again.log, again.outer)
                 refill()
@@ -149,7 +142,7 @@ def numbers_of_way(
             one = read.numbered(found[name], one)
             if not found[name].is_like(one):
                 again.log.warn([name])
-            if not (read.is_more or is_plain_number(read.value)):
+            if not (read.is_more or may_go_on(read.value)):
                 before = found[name]
         if one is not None or name in counted:
             one = one or Recorded.as_before(name)

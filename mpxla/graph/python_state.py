@@ -28,7 +28,7 @@ from typing import Any
 
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
-from mpxla.graph.attempt import Attempt, is_changed, is_state, restore
+from mpxla.graph.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.capture_attributes import (
     CONTAINERS,
     MODE,
@@ -54,11 +54,12 @@ from mpxla.graph.counted import (
 )
 from mpxla.graph.decisions import OfModelError
 from mpxla.graph.held_objects import Held
-from mpxla.graph.left_numbers import RecordRead, is_plain_number
+from mpxla.graph.left_numbers import RecordRead, may_go_on
 from mpxla.graph.numbers_of_ways import LeftNames, numbers_of_way
-from mpxla.graph.plain import Change, Read, plain
+from mpxla.graph.plain import MISSING, Change, Read, plain
+from mpxla.graph.recorded import Recorded
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.user_code import AgainError, UndecidedError, ValueNeededError
+from mpxla.graph.user_code import AgainError, OutsideWriteError, UndecidedError, ValueNeededError
 
 __all__ = ["OnceRead", "PythonState"]
 
@@ -94,6 +95,8 @@ class PythonState:
         self._of_model: set[str] = set()
         self._may_count = True
         self._asks = self.is_trial = False
+        self._written: dict[str, RecordRead] = {}
+        self._refusal: CaptureError | None = None
         self.filled_once: set[str] = set()
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
@@ -138,8 +141,10 @@ class PythonState:
             except AgainError as error:
                 self._restart()
                 error.prepare()
-            except BaseException:
+            except BaseException as error:
                 self._restart()
+                if self._refusal is not None and not isinstance(error, CaptureError):
+                    raise self._refusal from error  # it does not only add to those tensors
                 raise
             finally:
                 self.contents.clear()  # parameters cannot move while a copy has weak references
@@ -147,7 +152,7 @@ class PythonState:
     def _found(self, capture: Callable[..., Attempt]) -> tuple[StepGraph, list[Read]]:
         while self._may_count:
             try:
-                first = capture(Counting(self._followed))
+                first = capture(Counting(self._followed), self._written)
             except (ValueNeededError, UndecidedError):
                 raise
             except Exception as error:
@@ -181,14 +186,31 @@ class PythonState:
                     return self._judged(first, lambda *a: capture(Counting(self._followed), *a))
                 except _FlagError as error:
                     more = _all_of(StateRead, error.flags)
-            is_cache = numbers and first.log.has_tensors and not _goes_on(capture)
+            again = partial(capture, Counting(), self._written)
+            is_cache = numbers and first.log.has_tensors and not _goes_on(again)
             restore(first.log, first.outer)
             self._restart()
             if is_cache:
                 self.stop_counting()
             else:
                 self._followed |= more
-        return self._judged(capture(Counting()), lambda *a: capture(Counting(), *a))
+        return self._judged(capture(Counting(), self._written), lambda *a: capture(Counting(), *a))
+
+    def leave_written(self, error: OutsideWriteError, reads: Iterable[Read]) -> None:
+        """Sees whether a step writes only to tensors in places where others can be put.
+
+        Raises:
+            WrittenPlacesError: it does; it is to be captured with stand-ins there.
+        """
+        ids = {id(tensor) for tensor in error.written}
+        found = {
+            read.name: replace(RecordRead.of(read), is_in_place=True)
+            for read in reads
+            if read.put is not None and id(read.now()) in ids and read.name not in self._written
+        }
+        if found and ids == {id(read.now()) for read in found.values()}:
+            self._refusal = error
+            raise WrittenPlacesError(found, self._written)
 
     def _restart(self) -> None:
         """Before another capture: containers, and what is followed, are what they were."""
@@ -262,7 +284,7 @@ class PythonState:
         self._refill()
         again, error_type = None, CaptureError
         try:
-            again = capture(computed)
+            again = stood_in(first, capture, computed, self._refill)
         except (ValueNeededError, UndecidedError):
             error_type = UndecidedError  # a function that asks may branch by them
         except Exception:  # of stand-ins, which Python needs the values of
@@ -272,14 +294,14 @@ class PythonState:
             name: computed[name].numbered(found[name], one) if name in found else one
             for name, one in later.items()
         }
-        is_same = again is not None and is_same_step(first.step, again.step)
-        is_same = is_same and later.keys() == found.keys()
+        starts = self._starts(first, capture, computed, later)
+        is_same = later.keys() == found.keys() and starts is not None
         plain_lists = {n for n in computed if found[n].is_plain} - self.filled_once
+        if again is not None and not is_same:
+            restore(again.log, again.outer)
         if not is_same and plain_lists:
-            if again is not None:
-                restore(again.log, again.outer)
             raise _FilledOnceError(plain_lists, self.filled_once)
-        if again is None or not is_same:
+        if again is None or starts is None or not is_same:
             names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")
             hint = _SHORTENED if any(computed[name].is_more for name in names) else ""
@@ -293,10 +315,42 @@ class PythonState:
         first.log.warn(name for name in computed if not found[name].is_like(later[name]))
         records: dict[str, RecordRead] = {}
         for name, read in computed.items():
-            is_first = not (read.is_more or is_plain_number(read.value))
-            known = found[name] if is_first else None
-            records[name] = replace(read, recorded=later[name], first=known)
+            is_first = not (read.is_more or may_go_on(read.value))
+            known = found[name] if is_first and name not in starts else None
+            start = starts.get(name, MISSING)
+            records[name] = replace(read, recorded=later[name], first=known, start=start)
         return again, records
+
+    def _starts(
+        self,
+        first: Attempt,
+        capture: Callable[..., Attempt],
+        computed: dict[str, RecordRead],
+        later: dict[str, Recorded],
+    ) -> dict[str, Any] | None:
+        """What places without a number begin with, where tensors are added to it.
+
+        `sums[name] = sums.get(name, 0) + loss.detach()` begins with 0. None if that is not known.
+        """
+        open_ = [
+            read
+            for name, read in computed.items()
+            if name in later and later[name].goes_on and later[name].has_tensors
+            if not read.is_more and read.put is not None
+            if not may_go_on(read.value)
+        ]
+
+        def begins_with(read: RecordRead, start: float) -> bool:
+            read.give(start)
+            try:
+                return _comes_again(first, capture)
+            finally:
+                read.give(read.value)
+                self._refill()
+
+        pairs = ((read, start) for read in open_ for start in (0, 0.0))
+        found = {read.name: start for read, start in pairs if begins_with(read, start)}
+        return found if len(found) == len(open_) else None
 
     def _once(
         self, first: Attempt, changed: dict[str, Read], capture: Callable[[], Attempt]
@@ -385,7 +439,7 @@ def _is_mode(name: str) -> bool:
 def _goes_on(capture: Callable[..., Attempt]) -> bool:
     """Whether a step can go on with what it has left, though its tensors are not there."""
     try:
-        again = capture(Counting())
+        again = capture()
     except Exception:  # of what is missing
         return False
     restore(again.log, again.outer)
@@ -441,6 +495,18 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             read.put(own)
         if not is_same:
             raise refusal(read.name, "")
+
+
+class WrittenPlacesError(AgainError):
+    """A step writes to tensors of no model, which Python only adds to, if they are left there."""
+
+    def __init__(self, places: dict[str, RecordRead], known: dict[str, RecordRead]):
+        super().__init__(places)
+        self._places, self._known = places, known
+
+    def prepare(self) -> None:
+        """Has stand-ins in their places."""
+        self._known.update(self._places)
 
 
 class _FilledOnceError(AgainError):

@@ -3,7 +3,9 @@
     self.last = loss.item()                      what the last microbatch gives
     self.total += loss.item()                    every microbatch adds to it
     losses.append(round(loss.item(), 4))         one more for each
-    seen["first"] = output.detach()              tensors, in globals and closures
+    lines.append(f"{loss.item():.4f}")           texts
+    seen["first"] = output.detach()              tensors, in globals, closures and objects
+    total += loss.detach()                       which Python may add up
 
 While the step is captured they have no values. What `.item()` has read becomes results of the step,
 and how Python goes on from there is written down (`number.py`): when the step has run, it is
@@ -15,13 +17,14 @@ This module must not know how a step is captured or run, nor where things are le
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpxla.graph.number import NumberRead, is_number
+from mpxla.graph.number import Later, NumberRead, is_number, values_in
 from mpxla.graph.plain import SIMPLE
 
 __all__ = ["Before", "Recorded", "Recording", "is_recordable", "may_be_appended"]
@@ -35,7 +38,7 @@ class Before(NumberRead):
 
     def __init__(self, name: str | None, tensor: torch.Tensor):
         super().__init__(tensor)
-        self.name = name
+        self.name, self.is_before = name, name is not None
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,7 @@ class Recorded:
     @property
     def has_tensors(self) -> bool:
         """Whether tensors are among its results."""
-        leaves = pytree.tree_leaves(self.value)
-        return any(isinstance(leaf, _Result) and leaf.is_tensor for leaf in leaves)
+        return any(map(_has_tensor, pytree.tree_leaves(self.value)))
 
     def numbered(self, other: "Recorded", length: int, more: int) -> "Recorded":
         """Goes by the length of a list where another capture, with `more` in it, does.
@@ -158,6 +160,13 @@ class Recording:
     def _term(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):
             return self._result(value, value, is_tensor=True)
+        if isinstance(value, str):
+            parts = values_in(value)
+            filled = partial(_filled, value, [(part, spec) for part, _, spec in parts])
+            return _Computed(filled, tuple(self._term(v) for _, v, _ in parts)) if parts else value
+        if isinstance(value, Later):
+            function, of = value.made_by
+            return _Computed(function, tuple(map(self._term, of)))
         if not is_number(value):
             return value
         if issubclass(type(value), Before):
@@ -179,14 +188,26 @@ class Recording:
 def is_recordable(value: Any, with_tensors: bool = False) -> bool:
     """Whether it is plain data with numbers of the model in it, or with its tensors."""
     leaves = pytree.tree_leaves(value)
-    is_open = any(is_number(leaf) or isinstance(leaf, FakeTensor) for leaf in leaves)
-    return is_open and may_be_appended(value, with_tensors)
+    return any(map(_is_open, leaves)) and may_be_appended(value, with_tensors)
+
+
+def _is_open(leaf: Any) -> bool:
+    if isinstance(leaf, str):
+        return bool(values_in(leaf))
+    return is_number(leaf) or isinstance(leaf, (FakeTensor, Later))
+
+
+def _filled(text: str, parts: Sequence[tuple[str, str]], *values: Any) -> str:
+    """A text with values in the places of what stands for them."""
+    for (part, spec), value in zip(parts, values, strict=True):
+        text = text.replace(part, format(value, spec))
+    return text
 
 
 def may_be_appended(value: Any, with_tensors: bool = False) -> bool:
     """Whether it is plain data, with numbers (or tensors) of the model or without."""
     return all(
-        isinstance(leaf, SIMPLE)
+        isinstance(leaf, (*SIMPLE, Later))
         or (with_tensors and isinstance(leaf, FakeTensor) and leaf.numel() <= _LARGEST)
         for leaf in pytree.tree_leaves(value)
     )
@@ -204,3 +225,9 @@ def _has_left(term: Any) -> bool:
     if isinstance(term, _Computed):
         return any(map(_has_left, term.terms))
     return isinstance(term, _Left)
+
+
+def _has_tensor(term: Any) -> bool:
+    if isinstance(term, _Computed):
+        return any(map(_has_tensor, term.terms))
+    return isinstance(term, _Result) and term.is_tensor

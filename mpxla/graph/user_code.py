@@ -20,6 +20,7 @@ from mpxla.user_lines import is_model_code, line_in
 
 __all__ = [
     "AgainError",
+    "OutsideWriteError",
     "UndecidedError",
     "ValueNeededError",
     "at_user_line",
@@ -49,6 +50,16 @@ class UndecidedError(CaptureError):
 
 class ValueNeededError(CaptureError):
     """Python needs the value of a tensor; with the values of inputs there may be an answer."""
+
+
+class OutsideWriteError(CaptureError):
+    """A step writes to tensors of no model.
+
+    Attributes:
+        written: these tensors, as far as they are known.
+    """
+
+    written: Sequence[Any] = ()
 
 
 class AgainError(BaseException):
@@ -88,7 +99,7 @@ def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()
     if isinstance(error, MpxlaError):
         return error
     if outside and (isinstance(error, StopIteration) or "mutated" in str(error)):
-        return CaptureError(
+        return OutsideWriteError(
             f"The step function writes to a tensor that no DistributedModel holds{outside[0]}. It "
             f"is a constant of the captured step. Make it a buffer of a module that smp."
             f"DistributedModel has wrapped (self.register_buffer), wrap the module that it is part "

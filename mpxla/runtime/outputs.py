@@ -179,8 +179,7 @@ def leave_numbers(
             else:
                 left[name] = value
     for name, read in reads.items():
-        if read.put is not None and not read.is_more:
-            read.put(left[name])
+        read.leave(left[name])
 
 
 def differ_in_form(steps: Sequence[StepGraph]) -> str | None:

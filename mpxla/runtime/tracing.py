@@ -29,6 +29,7 @@ from mpxla.graph.capture_sources import (
     random_numbers_noted,
 )
 from mpxla.graph.carried import settle
+from mpxla.graph.container_state import tensor_entries
 from mpxla.graph.counted import Counting
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.held_objects import held_objects
@@ -40,7 +41,7 @@ from mpxla.graph.recorded import Recording
 from mpxla.graph.recorder import current_recorder
 from mpxla.graph.rewritten import ChangedArgumentError, RewrittenError, with_copies
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.user_code import UndecidedError, ValueNeededError
+from mpxla.graph.user_code import OutsideWriteError, UndecidedError, ValueNeededError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
@@ -261,6 +262,12 @@ class Tracing:
                     step = capture(counting, stand_ins, notes)
                     log.start_carried(model, step.gone)
                     return Attempt(step, log.reads(), log, reads, computed, by_inputs)
+                except OutsideWriteError as error:
+                    restore(log, reads)
+                    places = [*reads, *log.places()]
+                    entries = [entry for read in places for entry in tensor_entries(read)]
+                    self.state.leave_written(error, [*places, *entries])
+                    raise
                 except BaseException:
                     restore(log, reads)
                     raise
