@@ -263,8 +263,8 @@ class AttributeLog:
 
     def line(self, name: str) -> str:
         """Where something was changed first, if that is known."""
-        _, line = self._changes().get(name, (None, ""))
-        return line
+        lines = (line for place, (line, _) in self.written.items() if self._name(place) == name)
+        return next(lines, "")
 
     def warn(self, names: Iterable[str]) -> None:
         """Tells the user that something does not change with every step."""

@@ -135,6 +135,132 @@ def _huber_loss(
     return losses * delta * delta
 
 
+def _smooth_l1_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    beta: Any = 1.0,
+) -> torch.Tensor:
+    found = (input - target).abs()
+    losses = torch.where(found < beta, found * found / (2 * (beta + (beta == 0))), found - beta / 2)
+    return _reduced(losses, reduction)
+
+
+def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
+    return losses if reduction == "none" else getattr(losses, reduction)()
+
+
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: Any = 1e-5,
+) -> torch.Tensor:
+    kind = F.group_norm(input, num_groups, weight, bias).dtype
+    groups = _wide(input).reshape(len(input), num_groups, -1)
+    found = _layer_norm(groups, groups.shape[2:], eps=eps).reshape(input.shape)
+    shape = (1, -1, *(1 for _ in input.shape[2:]))
+    found = found if weight is None else found * weight.reshape(shape)
+    return (found if bias is None else found + bias.reshape(shape)).to(kind)
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: Any = None,
+) -> torch.Tensor:
+    x = _wide(input)
+    mean = x.square().mean([-1 - d for d in range(len(normalized_shape))], keepdim=True)
+    found = x / (mean + eps).sqrt()
+    return (found if weight is None else found * weight).to(input.dtype)
+
+
+def _cross_entropy(
+    input: torch.Tensor, target: torch.Tensor, *args: Any, label_smoothing: Any = 0.0, **named: Any
+) -> torch.Tensor:
+    own = F.cross_entropy(input, target, *args, **named)
+    smooth = F.cross_entropy(input, target, *args, **named, label_smoothing=1.0)
+    return own * (1 - label_smoothing) + smooth * label_smoothing
+
+
+def _margin_ranking_loss(
+    input1: torch.Tensor,
+    input2: torch.Tensor,
+    target: torch.Tensor,
+    margin: Any = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    return _reduced((margin - target * (input1 - input2)).clamp_min(0), reduction)
+
+
+def _hinge_embedding_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    margin: Any = 1.0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    far = torch.where(target == 1, 0.0, (margin - input).clamp_min(0))
+    return _reduced(far + torch.where(target == -1, 0.0, input), reduction)
+
+
+def _cosine_embedding_loss(
+    input1: torch.Tensor,
+    input2: torch.Tensor,
+    target: torch.Tensor,
+    margin: Any = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    squares = [x.square().sum(-1) + 1e-12 for x in (input1, input2)]
+    cosine = (input1 * input2).sum(-1) / (squares[0] * squares[1]).sqrt()
+    far = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
+    return _reduced(far + torch.where(target == 1, 1 - cosine, 0.0), reduction)
+
+
+def _triplet_margin_loss(
+    anchor: torch.Tensor,
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    margin: Any = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    near, far = (F.pairwise_distance(anchor, other, p, eps) for other in (positive, negative))
+    if swap:
+        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
+    return _reduced((margin + near - far).clamp_min(0), reduction)
+
+
+def _multi_margin_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    p: int = 1,
+    margin: Any = 1.0,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    own = input.gather(-1, target.unsqueeze(-1))
+    losses = (margin - own + input).clamp_min(0) ** p
+    losses = losses if weight is None else losses * weight[target].unsqueeze(-1)
+    is_own = torch.arange(input.shape[-1]) == target.unsqueeze(-1)
+    return _reduced(losses.masked_fill(is_own, 0).mean(-1), reduction)
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any
 ) -> torch.Tensor:
@@ -158,6 +284,15 @@ FUNCTIONS_OF_NUMBERS: dict[Any, Callable[..., torch.Tensor]] = {
     F.dropout: _dropout,
     torch.linspace: _linspace,
     F.huber_loss: _huber_loss,
+    F.smooth_l1_loss: _smooth_l1_loss,
+    F.group_norm: _group_norm,
+    F.rms_norm: _rms_norm,
+    F.cross_entropy: _cross_entropy,
+    F.margin_ranking_loss: _margin_ranking_loss,
+    F.hinge_embedding_loss: _hinge_embedding_loss,
+    F.cosine_embedding_loss: _cosine_embedding_loss,
+    F.triplet_margin_loss: _triplet_margin_loss,
+    F.multi_margin_loss: _multi_margin_loss,
     F.scaled_dot_product_attention: _attention,
 }
 """What is called in the place of a function with numbers whose values are not known."""

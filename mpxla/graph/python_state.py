@@ -306,7 +306,7 @@ class PythonState:
             line = next(filter(None, map(first.log.line, names)), "")
             hint = _SHORTENED if any(computed[name].is_more for name in names) else ""
             if any(found[name].has_tensors for name in names):
-                hint = _SUMMED
+                raise error_type(f"{refusal(' or '.join(names), line)}{_SUMMED}")
             raise error_type(
                 f"The step function computes with {' or '.join(names)}, and gives it a number that "
                 f"the model has computed{line}, by which the next microbatch would go. Make it a "
@@ -464,7 +464,7 @@ _COMPUTES = (
 )
 
 
-_SUMMED = " Numbers of Python may be added up: total += loss.item() in the place of total += loss."
+_SUMMED = " Only what the step does not go by may be added up elsewhere: total += loss.detach()."
 _SHORTENED = (
     " Where it only takes old numbers out of a list that is too long, make that a "
     "collections.deque with a maxlen."

@@ -250,7 +250,8 @@ def refuse():
 def test_a_step_that_goes_by_its_sum_is_refused():
     (texts,) = run_ranks(refuse, 1)
     for text in texts[:2]:
-        assert "computes with sums['loss'], and gives it a number that the model has" in text
+        assert "reads sums['loss'], and gives it a tensor, which the next microbatch" in text
+        assert "Only what the step does not go by may be added up" in text
     for text in texts[2:]:
         assert "writes to a tensor that no DistributedModel holds" in text
         assert "test_tensor_sums.py" in text

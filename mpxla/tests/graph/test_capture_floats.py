@@ -58,6 +58,7 @@ SAME = {
     "a linspace of one": lambda h: h * torch.linspace(h.mean().item(), 5, 1),
 }
 
+CLASSES = torch.tensor([2, 0, 3])
 OF_SETTINGS = {
     "leaky_relu": lambda h, a: F.leaky_relu(h * 1, a, inplace=True) - F.leaky_relu(h, a),
     "elu": lambda h, a: F.elu(h * 500, a) * F.elu(h, alpha=a, inplace=False),
@@ -76,6 +77,31 @@ OF_SETTINGS = {
     "no dropout": lambda h, a: F.dropout(h, a * 0) + F.dropout(h, a, training=False),
     "all of a dropout": lambda h, a: F.dropout(h, a / a) + h,
     "huber_loss": lambda h, a: F.huber_loss(h, h.detach().relu() * 3, delta=a) + h,
+    "smooth_l1_loss": lambda h, a: (
+        F.smooth_l1_loss(h, 3 * h.detach().relu(), beta=a)
+        + F.smooth_l1_loss(h, h.roll(1), beta=a * 0)
+    ),
+    "group_norm": lambda h, a: (
+        F.group_norm(h, 2, h[0], h[1], a) + F.group_norm(h[:, :, None], 2, eps=a).sum(2)
+    ),
+    "rms_norm": lambda h, a: F.rms_norm(h, (4,), h[0], a) + F.rms_norm(h, (3, 4), eps=a),
+    "cross_entropy": lambda h, a: (
+        F.cross_entropy(h, CLASSES, h[0].detach().exp(), label_smoothing=a / 9, reduction="sum")
+        + F.cross_entropy(h, h.softmax(1), label_smoothing=a / 9)
+        + F.cross_entropy(h, CLASSES, ignore_index=2, label_smoothing=a / 9, reduction="none")
+    ),
+    "margin_ranking_loss": lambda h, a: F.margin_ranking_loss(h[0], h[1], h[2].sign(), a) + h,
+    "hinge_embedding_loss": lambda h, a: F.hinge_embedding_loss(h, h.sign(), margin=a) + h,
+    "cosine_embedding_loss": lambda h, a: (
+        F.cosine_embedding_loss(h, h[:1] * 2 + 1, torch.tensor([1, -1, -1]), a / 9) + h
+    ),
+    "triplet_margin_loss": lambda h, a: (
+        F.triplet_margin_loss(h, h[:1], h[1:2], margin=a, swap=True, reduction="none").sum() + h
+    ),
+    "multi_margin_loss": lambda h, a: (
+        F.multi_margin_loss(h, CLASSES, margin=a)
+        + F.multi_margin_loss(h, CLASSES, 2, a, h[0].detach())
+    ),
     "attention": lambda h, a: F.scaled_dot_product_attention(*[h[None, None]] * 3, scale=a),
     "a known number": lambda h, a: F.leaky_relu(h, torch.tensor(0.25).item()),
 }
