@@ -38,6 +38,7 @@ from mpxla.graph.capture_modes import (
     traceable,
 )
 from mpxla.graph.capture_modules import modules_noted
+from mpxla.graph.capture_pieces import Joins
 from mpxla.graph.capture_transforms import transforms_captured
 from mpxla.graph.carried import carry_written
 from mpxla.graph.casts import without_autocast
@@ -170,6 +171,7 @@ class _Asked:
     thawed: set[str]
     replicas: Sequence[int]
     floats: Floats
+    joins: Joins = field(default_factory=Joins)
 
 
 class _StepModule(nn.Module):
@@ -205,7 +207,9 @@ class _StepModule(nn.Module):
         flags = Flags(self.model, self._asked.thawed, real)
         self.returned.thawed = flags.thawed
         asked = self._asked
-        semantics = StepSemantics(self._counts, flags, tape, answers, asked.replicas, asked.floats)
+        semantics = StepSemantics(
+            self._counts, flags, tape, answers, asked.replicas, asked.floats, asked.joins
+        )
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
         stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
@@ -256,6 +260,7 @@ class _StepModule(nn.Module):
                 checks = {
                     Check.FINITE: semantics.constants.finite().items(),
                     Check.COUNTED: semantics.constants.shapes.counted,
+                    Check.JOINED: semantics.pieces.joined,
                     Check.NO_ROWS: self._counts.denied,
                     Check.ROWS: self._counts.asked,
                 }
@@ -379,9 +384,16 @@ def capture_step(
         *(function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas),
         floats,
     )
-    step, raises_at, decided_at = without_exception(
-        lambda counts: _captured(asked, counts), decided or ()
-    )
+    while True:
+        try:
+            step, raises_at, decided_at = without_exception(
+                lambda counts: _captured(asked, counts), decided or ()
+            )
+            break
+        except Exception:
+            if asked.joins.are_whole or not asked.joins.are_open:
+                raise
+            asked.joins.are_whole = True
     if step.is_question:
         return as_question(step)
     told = [check.label for check in step.prints if check.check is Check.ROWS]
@@ -446,6 +458,7 @@ _SUPPOSED = {
     Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
     Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
     Check.NO_ROWS: ("raises an exception{line} for some values of a mask", "it did not"),
+    Check.JOINED: ("joins slices{line}", "they had all rows"),
     Check.COUNTED: ("counts values{line}", "all were below the minlength that it gives"),
 }
 

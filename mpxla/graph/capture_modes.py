@@ -40,7 +40,7 @@ from mpxla.graph.capture_functions import (
     without_generator,
 )
 from mpxla.graph.capture_hooks import attributes_kept, refuse_gradients
-from mpxla.graph.capture_pieces import Pieces
+from mpxla.graph.capture_pieces import Joins, Pieces
 from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_transformers import static_transformers
@@ -59,7 +59,12 @@ from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
 from mpxla.graph.tensor_places import Attribute, attributes_of
 from mpxla.graph.typed import SYMBOLIC
-from mpxla.graph.user_code import at_user_line, is_called_by_user, user_lines_recorded
+from mpxla.graph.user_code import (
+    at_user_line,
+    is_called_by_user,
+    symbols_noted,
+    user_lines_recorded,
+)
 
 __all__ = [
     "StepSemantics",
@@ -86,6 +91,7 @@ class StepSemantics(TorchFunctionMode):
         answers: Answers | None = None,
         replicas: Sequence[int] = (),
         floats: Floats | None = None,
+        joins: Joins | None = None,
     ) -> None:
         super().__init__()
         self.replicas = Replicas(replicas)
@@ -95,7 +101,7 @@ class StepSemantics(TorchFunctionMode):
         self.writes = HiddenWrites(self.constants.call, flags)
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value, counts)
-        self._pieces = Pieces(self.writes.call, self.selected, counts)
+        self.pieces = Pieces(self.writes.call, self.selected, counts, joins or Joins())
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         if answers is not None:
@@ -181,9 +187,9 @@ class StepSemantics(TorchFunctionMode):
         if recurrence is not None:
             with self:
                 return recurrence(*args, **kwargs)
-        if self._pieces.takes(func):
+        if self.pieces.takes(func):
             with self:
-                pieces = self._pieces.answer(func, args, kwargs)
+                pieces = self.pieces.answer(func, args, kwargs)
             if pieces is not None:
                 return pieces
         if self._counts.takes_in_turn(func, args, kwargs):
@@ -392,7 +398,7 @@ def _numbers_explained() -> Generator[None]:
 
         return text
 
-    with contextlib.ExitStack() as stack:
+    with symbols_noted(), contextlib.ExitStack() as stack:
         for kind in (torch.SymFloat, torch.SymInt, torch.SymBool):
             texts = {name: for_users(getattr(kind, name)) for name in ("__repr__", "__format__")}
             stack.enter_context(exchanged(kind, **texts))

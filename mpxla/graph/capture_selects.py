@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_counts import Counts
@@ -72,6 +73,7 @@ class Selected:
         self._counts = counts
         self._copies: list[_Copy] = []
         self._masks: dict[Any, torch.Tensor] = {}
+        self.ends: Any = WeakTensorKeyDictionary()
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
@@ -152,6 +154,7 @@ class Selected:
                 end = self._call(torch.where, (is_negative, counted, end), {})
                 passed = self._call(compare, (places, end), {})
                 found = self._call(torch.logical_and, (found, passed), {})
+        self.ends[found] = size, start, stop
         return found
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:

@@ -261,10 +261,25 @@ def _multi_margin_loss(
     return _reduced(losses.masked_fill(is_own, 0).mean(-1), reduction)
 
 
+def _pad(
+    input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None
+) -> torch.Tensor:
+    is_own = F.pad(torch.ones_like(input, dtype=torch.bool), pad)
+    return torch.where(is_own, F.pad(input, pad, mode), value)
+
+
+def _add_product(
+    input: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    return input * beta + (one @ other) * alpha
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any
 ) -> torch.Tensor:
-    scale = named.pop("scale")
+    scale = named.pop("scale", None)
+    if scale is None:  # another setting is a number
+        return F.scaled_dot_product_attention(query, key, value, *args, **named)
     return F.scaled_dot_product_attention(query * scale, key, value, *args, scale=1.0, **named)
 
 
@@ -284,6 +299,11 @@ FUNCTIONS_OF_NUMBERS: dict[Any, Callable[..., torch.Tensor]] = {
     F.dropout: _dropout,
     torch.linspace: _linspace,
     F.huber_loss: _huber_loss,
+    F.pad: _pad,
+    torch.addmm: _add_product,
+    torch.Tensor.addmm: _add_product,
+    torch.addmv: _add_product,
+    torch.baddbmm: _add_product,
     F.smooth_l1_loss: _smooth_l1_loss,
     F.group_norm: _group_norm,
     F.rms_norm: _rms_norm,

@@ -135,6 +135,8 @@ class Check(enum.Enum):
     """A mask is true somewhere."""
     NO_ROWS = "no rows"
     """A mask is true nowhere, or everywhere, where the function raises an exception if not."""
+    JOINED = "joined"
+    """Slices that are joined have all rows."""
     COUNTED = "counted"
     """`torch.bincount` has a place for every value."""
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import fx, nn
 from torch.fx import proxy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.exchanged import exchanged
@@ -28,6 +29,7 @@ __all__ = [
     "is_called_by_user",
     "line_of",
     "needs_value",
+    "symbols_noted",
     "until_captured",
     "user_lines_recorded",
 ]
@@ -106,9 +108,9 @@ def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()
             f"of (a teacher whose batch norms are in training mode; or call teacher.eval()), or "
             f"return the new value and write it after the step call."
         )
-    where = line_in(is_model_code, error)
+    where = _line_of_symbol(str(error)) or line_in(is_model_code, error)
     place = f" at {where}" if where else ""
-    if needs_value(error):
+    if needs_value(error) or _line_of_symbol(str(error)):
         return (UndecidedError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
             f"once as a graph, so `.numpy()` is not possible inside it, unless the value follows "
@@ -128,6 +130,29 @@ def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()
         f"The step function could not be captured{place}: {type(error).__name__}: {text}"
         f"{_advice_on_types(error, text)}"
     )
+
+
+_lines_of_symbols: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def symbols_noted() -> Generator[None]:
+    """Notes the user's lines where numbers get symbols, of which errors tell later, as `zuf0`."""
+    own: Any = ShapeEnv.create_unbacked_symfloat
+
+    def create(self: ShapeEnv) -> Any:
+        found = own(self)
+        _lines_of_symbols[str(found.node.expr)] = at_user_line().removeprefix(" at ")
+        return found
+
+    with exchanged(ShapeEnv, create_unbacked_symfloat=create):
+        _lines_of_symbols.clear()
+        yield
+
+
+def _line_of_symbol(text: str) -> str:
+    found = re.search(r"Unknown symbol (\w+)", text)
+    return _lines_of_symbols.get(found[1], "") if found else ""
 
 
 def _advice_on_types(error: Exception, text: str) -> str:

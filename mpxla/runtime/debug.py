@@ -90,6 +90,9 @@ _FAILED = {
     "without the branch: a sum over no rows is zero, and a write to none changes nothing.",
     Check.NO_ROWS: "a mask for which the step function raises an exception{line}. It was captured "
     "as if it did not, and has run; its gradients are worthless.",
+    Check.JOINED: "slices that do not have all rows, where they are joined{line}. The step was "
+    "captured as if they had, since it goes on with as many rows, and has run: its results are "
+    "worthless. Choose rows by a mask (x[mask]), or write what is computed into zeros.",
     Check.COUNTED: "a value below zero, or not below minlength, where torch.bincount counts{line}. "
     "PyTorch raises, or gives more than minlength places; the step was captured with so many, and "
     "has run: its results are worthless. Give a larger minlength, or leave such values out by a "

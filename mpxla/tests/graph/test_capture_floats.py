@@ -81,6 +81,11 @@ OF_SETTINGS = {
         F.smooth_l1_loss(h, 3 * h.detach().relu(), beta=a)
         + F.smooth_l1_loss(h, h.roll(1), beta=a * 0)
     ),
+    "pad": lambda h, a: F.pad(h, (1, 0, 0, 2), value=a)[:3, :4] * h + F.pad(h, (1, -1)),
+    "products": lambda h, a: (
+        torch.addmm(h, h, h[[0, 1, 2, 0]], beta=a, alpha=-a)
+        + torch.baddbmm(h[None], h[None], h[None, [0, 1, 2, 0]], beta=a)[0]
+    ),
     "group_norm": lambda h, a: (
         F.group_norm(h, 2, h[0], h[1], a) + F.group_norm(h[:, :, None], 2, eps=a).sum(2)
     ),
