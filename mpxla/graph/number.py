@@ -253,6 +253,9 @@ def numbers_in_math(number_of: Callable[[Any], Any]) -> Generator[None]:
             number = number_of(number)
             is_one = isinstance(number, np.ndarray) and number.dtype == object and not number.shape
             given: Any = number.item() if is_one else number
+            pair = (given, *map(number_of, others))
+            if len(pair) == 2 and name in _OF_TWO and any(map(is_number, pair)):
+                return _in_math_of_two(name, *pair)
             if others or named or not issubclass(type(given), NumberRead):
                 return own(number, *others, **named)
             return _in_math(name, given)
@@ -261,7 +264,7 @@ def numbers_in_math(number_of: Callable[[Any], Any]) -> Generator[None]:
 
     # Of NumPy's functions, others call methods; these know floats only.
     with (
-        exchanged(math, **{name: of_numbers(math, name) for name in _OF_MATH}),
+        exchanged(math, **{name: of_numbers(math, name) for name in {**_OF_MATH, **_OF_TWO}}),
         exchanged(np, **{name: of_numbers(np, name) for name in _OF_FINITE}),
     ):
         _texts.clear()
@@ -275,6 +278,15 @@ def _in_math(name: str, number: NumberRead) -> Any:
     return _made(found.long() if name in _TO_INTEGERS else found, own, number)
 
 
+def _in_math_of_two(name: str, *numbers: Any) -> Any:
+    one, other = ((_computed(v) if is_number(v) else torch.as_tensor(v)).double() for v in numbers)
+    return _made(_OF_TWO[name](one, other), _FUNCTIONS[name], *numbers)
+
+
+_OF_TWO: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in ("atan2", "copysign", "fmod", "hypot", "pow")},
+    "log": lambda one, base: one.log() / base.log(),
+}
 _TO_INTEGERS = ("ceil", "floor", "trunc")
 _OF_FINITE = ("isfinite", "isinf", "isnan")
 _OF_MATH = {
@@ -285,7 +297,9 @@ _OF_MATH = {
     **{name: name for name in _OF_FINITE},
 }
 """Functions of `math`, and torch's."""
-_FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_MATH}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: getattr(math, name) for name in {**_OF_MATH, **_OF_TWO}
+}
 
 
 def extreme_number(function: Callable[..., Any], is_max: bool, first: Any, second: Any) -> Any:

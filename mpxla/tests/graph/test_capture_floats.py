@@ -2,6 +2,7 @@
 
 import builtins
 import logging
+import math
 import types
 
 import numpy as np
@@ -52,6 +53,12 @@ SAME = {
     "new_full": lambda h: h + h.new_full((3, 4), float(h.std())),
     "alpha": lambda h: torch.add(h, h, alpha=float(h.mean())).sub_(h, alpha=h.std().item()),
     "value": lambda h: torch.addcmul(h, h, h, value=float(h.mean())),
+    "functions of two": lambda h: (
+        h * (math.hypot(h.mean().item(), 1) + math.pow(h.std().item(), 2))
+        + math.fmod(5, h.std().item())
+        + math.atan2(h.mean().item(), h.std().item()) * math.log(h.std().item(), 2)
+        + math.copysign(1, h.mean().item())
+    ),
     "scalar_tensor": lambda h: h * torch.scalar_tensor(float(h.mean())),
     "clamp": lambda h: torch.clamp(h, -float(h.std()), float(h.std())),
     "linspace": lambda h: h * torch.linspace(-1, float(h.std()), 4),
@@ -151,6 +158,11 @@ def test_settings_that_were_read(name):
     results = outputs_of(found, model, [x])
     for leaf, value in zip(found.result_leaves, step([x]), strict=True):
         torch.testing.assert_close(results[leaf.output], value, equal_nan=True)
+
+
+def test_an_operator_that_needs_a_number_says_where():
+    with pytest.raises(CaptureError, match=r"at .*test_capture_floats\.py:\d+: .*torch\.renorm"):
+        captured(lambda h: torch.renorm(h, 2, 0, h.std().item()))
 
 
 def test_a_dropout_that_was_read():
