@@ -208,8 +208,12 @@ def _problem_of_draws(function: str, plans: Iterable[Plan]) -> str | None:
 
 
 def _problem_of_number(plan: Plan, known: Iterable[Plan]) -> str | None:
-    """Why a new way is one too many among all plans; None if it is not."""
-    if sum(not other.is_question and other.key == plan.key for other in known) <= MOST_WAYS:
+    """Why a new way is one too many among all plans; None if it is not.
+
+    Those for other values in Python are ways of other steps.
+    """
+    same = [other for other in known if not other.is_question and other.key == plan.key]
+    if sum(other.view.difference(plan.view) is None for other in same) <= MOST_WAYS:
         return None
     return (
         f"{plan.signature.function} branches{plan.cut.step.asked[-1]} on values that "

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.runtime import asking
 from mpxla.tests.clients import close, logged, train_step, trained, trained_plainly
 from mpxla.tests.ranks.run import run_ranks
 
@@ -93,6 +94,11 @@ class Net(nn.Module):
         h = 3 * h if state["is_high"] else h
         return 2 * h if state["phase"] == "high" else h
 
+    def cooled(self, h, norm):
+        self.waited += 1
+        h = h / (1 + self.waited)
+        return 2 * h if norm > LEVEL else h
+
     def only_left(self, h, norm):
         state["norm"] = norm
         state["calls"] += 1
@@ -166,6 +172,19 @@ def test_what_one_way_leaves_decides_for_the_next_microbatch(kinds, stages):
             close(parameters, wanted[1])
             assert_same_values(seen, wanted[2])
             assert rank or is_in_turn == (kind not in ("reset", "flags", "only_left"))
+
+
+def train_with_few_ways(keys, kinds):
+    asking.MOST_WAYS = 3
+    return train(keys, kinds)
+
+
+@pytest.mark.slow
+def test_each_value_has_its_own_ways():
+    (found,) = run_ranks(train_with_few_ways, 1, {"microbatches": MICROBATCHES}, ["cooled"])
+    batches = map(batch, range(NUM_STEPS))
+    expected, *_ = trained_plainly(raw_model("cooled"), batches, MICROBATCHES, values_of)
+    close(found["cooled"][0], expected)
 
 
 def refused():
