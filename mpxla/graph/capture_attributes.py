@@ -261,6 +261,11 @@ class AttributeLog:
         """Containers that were read, with what they are now: the capture gives others back."""
         return [(self._read(place), container) for place, container in self.containers.items()]
 
+    def is_of_object(self, name: str) -> bool:
+        """Whether a container is in an attribute of an object that is no module."""
+        owners = [self.held[place[0]] for place in self.containers if self._name(place) == name]
+        return not any(isinstance(owner.value, nn.Module) for owner in owners)
+
     def line(self, name: str) -> str:
         """Where something was changed first, if that is known."""
         lines = (line for place, (line, _) in self.written.items() if self._name(place) == name)

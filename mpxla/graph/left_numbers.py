@@ -131,8 +131,8 @@ def numbers_left(
         if read.put is not None and is_open and is_recordable(now, with_tensors=True):
             found.append(_of(read, now))
         found += _in_container(read, held, with_tensors=True)
-    for read, _ in log.filled():  # tensors there are carried, or caches
-        found += _in_container(read, held)
+    for read, _ in log.filled():  # tensors of modules are carried, or caches
+        found += _in_container(read, held, with_tensors=log.is_of_object(read.name))
     counts = Counter(one.read.name for one in found)
     left: list[LeftNumber] = []
     given: dict[str, RecordRead] = {}

@@ -209,8 +209,12 @@ class PythonState:
             if read.put is not None and id(read.now()) in ids and read.name not in self._written
         }
         if found and ids == {id(read.now()) for read in found.values()}:
-            self._refusal = error
-            raise WrittenPlacesError(found, self._written)
+            raise WrittenPlacesError(self, found, error)
+
+    def stand_in(self, places: dict[str, RecordRead], refusal: CaptureError) -> None:
+        """Has stand-ins in places from here on; says why not where that is no way."""
+        self._written |= places
+        self._refusal = refusal
 
     def _restart(self) -> None:
         """Before another capture: containers, and what is followed, are what they were."""
@@ -488,7 +492,10 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             refill(own, filled)
         else:
             read.put(filled)
-        is_same = _comes_again(first, capture)
+        try:
+            is_same = _comes_again(first, capture)
+        except WrittenPlacesError:  # to these tensors
+            is_same = False
         if own is left:
             refill(own, content)
         else:
@@ -500,13 +507,13 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
 class WrittenPlacesError(AgainError):
     """A step writes to tensors of no model, which Python only adds to, if they are left there."""
 
-    def __init__(self, places: dict[str, RecordRead], known: dict[str, RecordRead]):
+    def __init__(self, state: PythonState, places: dict[str, RecordRead], error: CaptureError):
         super().__init__(places)
-        self._places, self._known = places, known
+        self._state, self._places, self._error = state, places, error
 
     def prepare(self) -> None:
         """Has stand-ins in their places."""
-        self._known.update(self._places)
+        self._state.stand_in(self._places, self._error)
 
 
 class _FilledOnceError(AgainError):

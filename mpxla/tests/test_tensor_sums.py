@@ -25,12 +25,15 @@ class Meter:
     def __init__(self):
         self.sum, self.count, self.mean = 0, 0, 0
         self.held = torch.zeros(())
+        self.parts, self.losses = {"loss": 0.0}, []
 
     def update(self, value, count):
         self.sum += value * count
         self.count += count
         self.mean = self.sum / self.count
         self.held += value
+        self.parts["loss"] += value
+        self.losses.append(value)
 
 
 def in_dictionary():
