@@ -121,7 +121,7 @@ def numbers_left(
         outer: what it names of globals and closures.
         contents: containers, with copies of what they held.
         is_known: says whether a value follows from inputs alone.
-        filled_once: names of lists by which the step goes, to which it appends plain data.
+        filled_once: names of lists by which the step goes, to which it appends.
     """
     held = {id(container): before for container, before in contents}
     found = [_of(read, last) for read, last in log.numbers_left()]

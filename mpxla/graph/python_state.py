@@ -81,7 +81,7 @@ class PythonState:
         names: of places in which the function leaves something, if it asks for values.
 
     Attributes:
-        filled_once: lists by which a step goes that appends plain data to them.
+        filled_once: lists by which a step goes that appends plain data or tensors to them.
         contents: gets containers that a capture reads, with what they hold before.
         held: gets objects whose attributes captures may read.
         is_trial: whether captures are not to be used, and leave nothing.
@@ -300,11 +300,17 @@ class PythonState:
         }
         starts = self._starts(first, capture, computed, later)
         is_same = later.keys() == found.keys() and starts is not None
-        plain_lists = {n for n in computed if found[n].is_plain} - self.filled_once
+        # Tensors in a list that each step clears first are its own: see `_refuse_carried`.
+        lists = {
+            name
+            for name, read in computed.items()
+            if found[name].is_plain or (read.is_more and found[name].has_tensors)
+        }
+        lists -= self.filled_once
         if again is not None and not is_same:
             restore(again.log, again.outer)
-        if not is_same and plain_lists:
-            raise _FilledOnceError(plain_lists, self.filled_once)
+        if not is_same and lists:
+            raise _FilledOnceError(lists, self.filled_once)
         if again is None or starts is None or not is_same:
             names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")
@@ -517,7 +523,7 @@ class WrittenPlacesError(AgainError):
 
 
 class _FilledOnceError(AgainError):
-    """The step goes by lists to which it appends plain data, as caches are filled."""
+    """The step goes by lists to which it appends, as caches are filled, or which it has cleared."""
 
     def __init__(self, names: set[str], known: set[str]):
         super().__init__(names)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_print_says_what_to_use():
     what = "no value while the step is captured; smp.debug_print(tensor) prints values>"
     assert text.count(what) == 5
     assert f"<float32[2, 4]: {what}" in text
-    assert f"loss <float32[]: {what}, <number: {what}\n" in text
+    numbered = re.sub(r" \d+: no value", ": no value", text)  # which texts of results are known by
+    assert f"loss <float32[]: {what}, <number: {what}\n" in numbered
     assert "FakeTensor" not in text and "zuf0" not in text
     assert repr(torch.ones(1)) == f"{torch.ones(1)}" == "tensor([1.])"
 
