@@ -16,6 +16,7 @@ from mpxla.errors import MpxlaError
 from mpxla.parallel.lent_gradients import gradient_here
 from mpxla.parallel.programs import Programs, wide_dtype
 from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.script_gradients import own_gradient
 from mpxla.parallel.store import ParameterStore, exchange_gradients
 from mpxla.session import current
 
@@ -190,8 +191,11 @@ class GradientNorm:
         self, parameters: Sequence[torch.Tensor], max_norm: float, order: float
     ) -> torch.Tensor:
         """Scales the gradients of some parameters; see `clip_grad_norm_`."""
-        owners = self._owners(parameters)
-        counted = [o.grad for o, is_counted in owners if is_counted and o.grad is not None]
+        # What a parameter shows of another model's copies is theirs.
+        owners = [(o, is_counted, own_gradient(o)) for o, is_counted in self._owners(parameters)]
+        counted = [
+            gradient for _, is_counted, gradient in owners if is_counted and gradient is not None
+        ]
         limit = self._programs.number(max_norm, self._dtype)
         given = [*self._backend.put([self._powers(counted, order)]), limit]
         del counted  # what somebody sees is not donated
@@ -204,7 +208,8 @@ class GradientNorm:
             found.append(norm)
             return values
 
-        with_gradient = [owner for owner, _ in owners if owner.grad is not None]
+        with_gradient = [owner for owner, _, gradient in owners if gradient is not None]
+        del owners
         exchange_gradients(with_gradient, self._backend, scaled)
         return self._backend.publish(found)[0]
 

@@ -87,7 +87,7 @@ def exchange_gradients(
 
     The owners have a gradient each; what `compute` takes is donated.
     """
-    held = backend.adopt([p.grad for p in owners if p.grad is not None])
+    held = backend.adopt([g for p in owners if (g := own_gradient(p)) is not None])
     set_gradients(owners, [None] * len(owners))  # what somebody sees is not donated
     try:
         values = compute(held)

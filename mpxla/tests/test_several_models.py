@@ -62,6 +62,7 @@ OTHERS = [
     ("actor_and_critic", 4, {**STAGES, **REPLICAS}),
     ("one_optimizer", 4, {**STAGES, **SHARDED}),
     ("alternating", 4, {**STAGES, **SHARDED}),
+    ("shared_encoder", 4, {**STAGES, **SHARDED}),
 ]
 MORE = [
     ("gan", 1, {}),
@@ -72,7 +73,6 @@ MORE = [
     ("gan", 4, {**STAGES, **REPLICAS}),
     ("shared_encoder", 4, {**STAGES, **REPLICAS}),
     ("actor_and_critic", 4, {**STAGES, **SHARDED}),
-    ("shared_encoder", 4, {**STAGES, **SHARDED}),
 ]
 """Of the product of models and worlds."""
 
