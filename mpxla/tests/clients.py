@@ -207,6 +207,7 @@ def refused_in_a_step(reduce):
     """What every rank raises where a step function calls a collective; `reduce(loss)` does."""
     smp = start(pipeline_parallel_degree=1, ddp=True)
     model = smp.DistributedModel(nn.Linear(3, 1))
+    smp.barrier()  # start values are everywhere
 
     @smp.step
     def step(model, x):
