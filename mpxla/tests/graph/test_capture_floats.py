@@ -161,7 +161,7 @@ def test_settings_that_were_read(name):
 
 
 def test_an_operator_that_needs_a_number_says_where():
-    with pytest.raises(CaptureError, match=r"at .*test_capture_floats\.py:\d+: .*torch\.renorm"):
+    with pytest.raises(CaptureError, match=r"test_capture_floats\.py:\d+: .*torch\.renorm"):
         captured(lambda h: torch.renorm(h, 2, 0, h.std().item()))
 
 
