@@ -90,17 +90,13 @@ def wanted_places(
             continue
         inputs = [source for source in node.inputs if source in fixed]
         last = max(inputs, key=places.__getitem__, default=None)
-        if index in partners:
-            following[index] = partners[index]
-            places[index] = partners[index]
-        elif inputs and following.keys() >= set(inputs):
-            assert last is not None
-            following[index] = following[last]
-            places[index] = places[last]
-        else:
-            places[index] = index
-        if last is not None:
-            places[index] = max(places[index], places[last])
+        other = partners.get(index)
+        if other is None and last is not None and following.keys() >= set(inputs):
+            other = following[last]
+        if other is not None:
+            following[index] = other
+        place = index if other is None else other
+        places[index] = place if last is None else max(place, places[last])
     return places, following
 
 

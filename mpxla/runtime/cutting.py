@@ -169,8 +169,7 @@ class StepCutter:
         if step.is_question:  # another way may change what it reads
             stateful |= self._placement.ranks.keys()
         config = config or self.config
-        is_free = config.auto_partition and config.pipeline_parallel_degree > 1
-        twins = self._placement.twins(step) if is_free else {}
+        twins = self._placement.twins(step)
         if fixed is None:
             fixed = self._placement.with_twins(twins)
         else:

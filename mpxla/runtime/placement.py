@@ -4,8 +4,10 @@ The partitioner decides for a step; what it does not read is placed here. This m
 how a step is captured, cut or run.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from mpxla.errors import StepError
 from mpxla.graph.split import trained_by
@@ -80,25 +82,25 @@ class Placement:
     def twins(self, step: StepGraph) -> dict[str, str]:
         """What copies of trained modules hold, of any model, with what their originals do.
 
-        A module is trained if the step trains it, or if its copy is frozen and it is not.
+        A module is trained if the step trains it, or if its copy is frozen and it is not. There are
+        none where the user places modules.
         """
-        tensors: dict[Path, Hashable] = {}
+        if not self._config.auto_partition or self._config.pipeline_parallel_degree == 1:
+            return {}
         names: dict[Path, str] = {}
+        held: dict[Path, torch.Tensor] = {}
         for label in self._states.labels:
             for name, own in self._states.names_of(label).items():
                 tensor = self._states.tensor(name)
                 if tensor is not None:
                     path = (self._states.path(label), *own.split("."))
-                    names[path], tensors[path] = name, (tensor.shape, tensor.dtype)
-        named = trained_by(step)
-        found = find_twins(tensors, {path for path, name in names.items() if name in named})
-        wanting = {path for path, name in names.items() if self._requires_grad(name)}
-        found = {**find_twins(tensors, wanting - found.keys()), **found}
+                    names[path], held[path] = name, tensor
+        kinds = {path: (tensor.shape, tensor.dtype) for path, tensor in held.items()}
+        trained = trained_by(step)
+        found = find_twins(kinds, {path for path, name in names.items() if name in trained})
+        wanting = {path for path, tensor in held.items() if tensor.requires_grad}
+        found = {**find_twins(kinds, wanting - found.keys()), **found}
         return {names[copied]: names[original] for copied, original in found.items()}
-
-    def _requires_grad(self, name: str) -> bool:
-        tensor = self._states.tensor(name)
-        return tensor is not None and tensor.requires_grad
 
     def with_twins(self, twins: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
         """The ranks of what is placed, and of what lives beside it from now on."""
