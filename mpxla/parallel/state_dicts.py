@@ -5,7 +5,6 @@ the plain single-process model or optimizer would give. Values are host tensors.
 (SMP API reference, `state_dict`, `local_state_dict`, `load_state_dict`.)
 """
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,21 +60,26 @@ class GivenValues:
     """Copies of a model's values that a script has got; notices when it writes to them."""
 
     def __init__(self) -> None:
-        self._given: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._given: dict[str, tuple[torch.Tensor, int]] = {}
 
     def note(self, values: dict[str, Any]) -> dict[str, Any]:
         """Remembers values, in place of earlier ones; returns them."""
-        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
-        self._given = {name: (weakref.ref(v), v._version) for name, v in tensors.items()}
+        self._given = {}
+        for name, value in values.items():
+            if type(value) is torch.Tensor and not (value.is_sparse or value.is_inference()):
+                # It counts writes with the value and lets go of its memory: scripts write to
+                # values and forget them before anybody can look.
+                counter = value.detach()
+                counter.data = torch.empty(0, dtype=value.dtype)
+                self._given[name] = counter, counter._version
         return values
 
     def warn_of_writes(self) -> None:
         """Warns, once, of values that were written to and not loaded."""
-        alive = ((name, value(), version) for name, (value, version) in self._given.items())
-        now = {name: (value, version) for name, value, version in alive if value is not None}
-        written = [name for name, (value, version) in now.items() if value._version != version]
-        self._given = {} if written else {name: self._given[name] for name in now}
+        found = self._given.items()
+        written = [name for name, (counter, version) in found if counter._version != version]
         if written:
+            self._given = {}
             warn_once(
                 "values of model.state_dict()",
                 f"{written[0]} of model.state_dict() was written to in place; that is a copy, and "

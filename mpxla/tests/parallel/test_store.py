@@ -460,6 +460,7 @@ WRITERS = {
     "parallel/script_gradients.py": "assignments to parameters that have masters",
     "parallel/closures.py": "copies on the host, which only LBFGS sees",
     "parallel/others.py": "copies of what other ranks hold, during an update",
+    "parallel/state_dicts.py": "counters of writes to copies",
     # Tensors of trials and of tracing, which no model has.
     "parallel/elementwise.py": "a trial",
     "parallel/update_state.py": "a trial",
