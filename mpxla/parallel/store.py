@@ -87,7 +87,8 @@ def exchange_gradients(
 
     The owners have a gradient each; what `compute` takes is donated.
     """
-    held = backend.adopt([g for p in owners if (g := own_gradient(p)) is not None])
+    # By `map`: a name for each gradient would outlive this line, and the last one would be copied.
+    held = backend.adopt([g for g in map(own_gradient, owners) if g is not None])
     set_gradients(owners, [None] * len(owners))  # what somebody sees is not donated
     try:
         values = compute(held)

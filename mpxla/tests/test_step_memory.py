@@ -129,13 +129,16 @@ def changed_gradients(width, kind):
     return held - before, peak - before
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_clipped_and_unscaled_gradients_take_the_memory_of_the_old_ones(kind):
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("bfloat16", 0.1), ("float16", 0.3)],  # whether each element is finite takes a byte
+)
+def test_clipped_and_unscaled_gradients_take_the_memory_of_the_old_ones(kind, limit):
     (found,) = run_ranks(grown, 1, changed_gradients, WIDTHS, kind, **on("pjrt"))
     held, peak = (value / MODEL for value in found)
     print(f"{held:.2f} models of float32 held, {peak:.2f} at the peak")
     assert held == pytest.approx(0.5 + 1 + 1, abs=0.15)  # parameters, masters, gradients
-    assert peak < held + 0.3
+    assert peak < held + limit
 
 
 def update_peak(width, kind):
