@@ -123,7 +123,8 @@ class StepSemantics(TorchFunctionMode):
         if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
-                f"model.backward(loss) there: gradients have to flow through all stages."
+                f"model.backward(loss) there: gradients have to flow through all stages. For the "
+                f"gradient of an input alone: (g,) = torch.autograd.grad(loss, x)."
             )
         if self.replicas.takes(func):
             with self:

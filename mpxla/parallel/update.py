@@ -266,7 +266,7 @@ class CompiledUpdate:
         if not makes_such_state(self._optimizer, fresh, self._starts):
             return False
         starts = {p: self._starts[p.dtype] or {} for p in new}
-        start_from_zeros(states, starts, self._backend)
+        start_from_zeros(states, starts, self._backend, self._counts)
         share_counters(states, new, self._backend, self._counts)
         return True
 

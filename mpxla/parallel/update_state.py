@@ -84,6 +84,7 @@ def start_from_zeros(
     states: dict[torch.Tensor, dict[str, Any]],
     new: Mapping[torch.Tensor, Mapping[str, torch.Tensor]],
     backend: Backend,
+    counts: Collection[str],
 ) -> None:
     """Gives new parameters the state that they start from.
 
@@ -91,8 +92,13 @@ def start_from_zeros(
         states: of all parameters.
         new: for each, what a vector's state is like; see `starts_from_zeros`.
         backend: of the device.
+        counts: what `counts_of` says.
     """
-    found = [(p, key, _spec_of_start(v, p)) for p, like in new.items() for key, v in like.items()]
+    found = [
+        (p, key, TensorSpec(_shape_of_start(start, p), _dtype(start, key in counts)))
+        for p, like in new.items()
+        for key, start in like.items()
+    ]
     states |= {parameter: dict.fromkeys(like) for parameter, like in new.items() if like}
     large = [entry for entry in found if entry[2].num_bytes >= _LARGE]
     small = [entry for entry in found if entry[2].num_bytes < _LARGE]
@@ -103,10 +109,14 @@ def start_from_zeros(
         states[parameter][key] = value
 
 
-def _spec_of_start(start: torch.Tensor, parameter: torch.Tensor) -> TensorSpec:
-    if start.dim():
-        return TensorSpec(tuple(parameter.shape), start.dtype)
-    return TensorSpec((), torch.float32 if start.dtype == parameter.dtype else start.dtype)
+def _shape_of_start(start: torch.Tensor, parameter: torch.Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape) if start.dim() else ()
+
+
+def _dtype(start: torch.Tensor, is_count: bool) -> torch.dtype:
+    """That of the state. In 16 bits, a count would not go beyond 256, or 2,048."""
+    widens = is_count and start.is_floating_point()
+    return torch.promote_types(start.dtype, torch.float32) if widens else start.dtype
 
 
 def dtypes_of_start(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -158,8 +168,8 @@ def makes_such_state(
         except Exception:  # an optimizer may raise anything on what it was not written for
             continue
         return all(
-            {key: value.shape for key, value in state.items()}
-            == {k: _spec_of_start(v, p).shape for k, v in (starts[p.dtype] or {}).items()}
+            {key: getattr(value, "shape", None) for key, value in state.items()}
+            == {k: _shape_of_start(v, p) for k, v in (starts[p.dtype] or {}).items()}
             for p, state in made
         )
     return False

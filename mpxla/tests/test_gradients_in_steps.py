@@ -489,3 +489,4 @@ def test_other_derivatives_are_refused_with_what_to_write_instead():
         assert "test_gradients_in_steps.py" in text
     assert "does not require grad" in detached
     assert "Call model.backward(loss)" in plain_backward
+    assert "torch.autograd.grad(loss, x)" in plain_backward

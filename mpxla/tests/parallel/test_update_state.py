@@ -8,8 +8,10 @@ from mpxla.parallel.update_state import (
     counts_of,
     idles_without_gradients,
     makes_such_state,
+    start_from_zeros,
     starts_from_zeros,
 )
+from mpxla.tests.device.null import NullBackend
 from mpxla.tests.parallel.test_update import ByMeanNorms
 
 pytestmark = pytest.mark.unit
@@ -45,6 +47,18 @@ class OfLarge(WithMeans):
     takes_means = staticmethod(lambda p: p.dim() == 2 and min(p.shape) >= 128)
 
 
+class OfRatios(WithMeans):
+    """Keeps a number in Python beside tensors, of what is no vector (Lamb's trust ratio)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 2:
+                    self.state[p]["ratio"] = 1.0
+
+
 SHAPES = ((3,), (2, 1, 3, 1), (160, 150), ())
 
 
@@ -52,7 +66,7 @@ SHAPES = ((3,), (2, 1, 3, 1), (160, 150), ())
     ("kind", "found"),
     [
         *((WithMeans, True), (optim.SGD, True), (optim.AdamW, True), (ByMeanNorms, True)),
-        *((OfMatrices, False), (OfKernels, False), (OfLarge, False)),
+        *((OfMatrices, False), (OfKernels, False), (OfLarge, False), (OfRatios, False)),
     ],
 )
 def test_what_has_other_state_for_some_parameters_makes_it_itself(kind, found):
@@ -83,6 +97,24 @@ def test_numbers_that_follow_gradients_are_no_counts():
     assert counts_of(optim.NAdam(parameters)) == {"step", "mu_product"}
     assert counts_of(optim.ASGD(parameters)) >= {"step", "eta"}
     assert held.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_counts_are_wide_and_other_numbers_are_of_the_type_that_the_optimizer_gave_them(dtype):
+    class OfOwnType(ByMeanNorms):
+        def change(self, p, state, lr):
+            if not state:
+                state |= {"step": p.new_zeros(()), "mean": p.new_zeros(())}
+            return super().change(p, state, lr)
+
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = OfOwnType([parameter])
+    start = starts_from_zeros(optimizer, dtype)
+    start_from_zeros(optimizer.state, {parameter: start}, NullBackend(), counts_of(optimizer))
+    assert {key: value.dtype for key, value in optimizer.state[parameter].items()} == {
+        "step": torch.promote_types(dtype, torch.float32),
+        "mean": dtype,
+    }
 
 
 class Decaying(optim.SGD):
