@@ -84,6 +84,7 @@ class Constants:
         reads: the user's own tensors whose values Python has read, by id: the tensor, and the
             user's line.
         tests: whether values are finite, which Python has read, by id: the test, and the line.
+        absent: ids of stand-ins for tensors whose values are on other ranks.
         shapes: exchanges calls whose shapes depend on values.
     """
 
@@ -97,6 +98,7 @@ class Constants:
         self._floats = floats or Floats()
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
+        self.absent: set[int] = set()
         self._known: Any = WeakTensorKeyDictionary()
         self.shapes = FixedShapes(self._ask, self._varies)
         self._tape = tape
@@ -294,6 +296,7 @@ class Constants:
         if not isinstance(tensor, FakeTensor):
             is_constant = type(tensor) in (torch.Tensor, nn.Parameter)
             is_constant = is_constant and tensor.device.type == "cpu"
+            is_constant = is_constant and id(tensor) not in self.absent
             return is_constant and tensor.numel() <= LARGEST_CONSTANT
         known = self._known.get(tensor)
         if known is None:

@@ -230,6 +230,13 @@ class StepSemantics(TorchFunctionMode):
     def _to_host(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value.type != "meta":
             return torch.device("cpu")
+        if isinstance(value, torch.Tensor) and _is_absent(value):
+            if id(value) not in self._on_host:  # a constant, as on the rank that has its values
+                with _disable_current_modes():
+                    stand_in = torch.zeros(value.shape, dtype=value.dtype)
+                self._on_host[id(value)] = value, stand_in
+                self.constants.absent.add(id(stand_in))
+            return self._on_host[id(value)][1]
         if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter):
             if value.device.type == "meta":
                 return value
@@ -247,6 +254,12 @@ class StepSemantics(TorchFunctionMode):
         """
         owners = {_memory(copy): own for own, copy in self._on_host.values()}
         return [owners.get(_memory(value), value) for value in values]
+
+
+def _is_absent(value: torch.Tensor) -> bool:
+    """Whether a tensor was computed from parameters of other ranks, which have its values."""
+    known = (torch.Tensor, nn.Parameter, FakeTensor)
+    return value.device.type == "meta" and type(value) not in known
 
 
 @contextlib.contextmanager
@@ -280,7 +293,8 @@ def _memory(value: torch.Tensor) -> Any:
 
 def _refuse_foreign_parameter(value: Any) -> None:
     """The model's own parameters are fake while a step is captured; these are real."""
-    if type(value) is nn.Parameter and value.requires_grad:
+    is_absent = isinstance(value, nn.Parameter) and _is_absent(value)
+    if (type(value) is nn.Parameter or is_absent) and value.requires_grad:
         raise CaptureError(
             f"The step function uses a trainable parameter of shape {list(value.shape)} that is "
             f"not read from the model given to DistributedModel{at_user_line()}. Make it a "

@@ -150,8 +150,9 @@ def _glue(flow: Flow) -> list[list[int]]:
     """
     place = {index: slot for slot, index in enumerate(flow.order)}
     depth = [0] * (len(flow.order) + 1)
-    for group in flow.groups:
-        slots = [place[member] for member in group.members]
+    together = [*(group.members for group in flow.groups), *flow.beside.items()]
+    for members in together:
+        slots = [place[member] for member in members]
         depth[min(slots) + 1] += 1
         depth[max(slots) + 1] -= 1
     pieces: list[list[int]] = []

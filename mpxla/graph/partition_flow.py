@@ -28,6 +28,8 @@ __all__ = ["Flow", "Group", "Role", "analyse", "last_reader", "spread"]
 EARLY_REDUCTION = 2
 """How many times smaller than the inputs it needs a value must be to be computed on stage 0."""
 
+_NUMBER_BYTES = 8
+
 
 class Role(Enum):
     """How a node finds its stage; the module's table explains the values."""
@@ -66,6 +68,9 @@ class Flow:
     groups: tuple[Group, ...]
     following: Mapping[int, int] = field(default_factory=dict)
     """Nodes of copies of trained modules -> the original's node that they stand next to."""
+    beside: Mapping[int, int] = field(default_factory=dict)
+    """Work on one parameter of which a number comes, such as a penalty -> the node that uses the
+    parameter first, next to which it is computed where it can be."""
 
     def module_path(self, index: int) -> str:
         """Of a node; of one of a copy, that of its original."""
@@ -96,14 +101,16 @@ def analyse(
     )
     standing = {index for index in range(len(nodes)) if in_spine[index] and index not in movable}
     places, following = wanted_places(nodes, standing, twins) if twins else ({}, {})
+    beside = _of_numbers(nodes, consumers, movable)
     return Flow(
         tuple(nodes),
         _roles(nodes, from_input, in_spine, link),
         tuple(map(tuple, consumers)),
-        _cutting_order(nodes, consumers, in_spine, movable, updates, places),
+        _cutting_order(nodes, consumers, in_spine, movable, updates, places | beside),
         movable,
         (*updates, *stuck, *_of_twins(nodes, following)),
         following,
+        beside,
     )
 
 
@@ -221,6 +228,36 @@ def _of_twins(nodes: Sequence[GraphNode], following: Mapping[int, int]) -> list[
     ]
 
 
+def _of_numbers(
+    nodes: Sequence[GraphNode], consumers: Sequence[Sequence[int]], movable: frozenset[int]
+) -> dict[int, int]:
+    """Work on one parameter of which a number comes, with the node that uses the parameter first.
+
+    Else the stage that reads the numbers would hold all parameters, too. And what a script has
+    computed from a parameter between two steps has values only where the parameter is.
+    """
+    names: dict[int, frozenset[str]] = {}
+    users: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        made = (names[source] for source in node.inputs if source in movable)
+        names[index] = frozenset(node.parameters).union(*made)
+        if index not in movable:
+            for name in names[index]:
+                users.setdefault(name, index)
+    beside: dict[int, int] = {}
+    for index in sorted(movable, reverse=True):
+        node = nodes[index]
+        is_number = 0 < node.cost.output_bytes <= _NUMBER_BYTES and not node.mutates
+        if is_number and consumers[index] and len(names[index]) == 1:
+            (name,) = names[index]
+            if name in users:
+                beside[index] = users[name]
+        if index in beside:
+            own = (source for source in node.inputs if source in movable)
+            beside.update((source, beside[index]) for source in own)
+    return beside
+
+
 def _cutting_order(
     nodes: Sequence[GraphNode],
     consumers: Sequence[Sequence[int]],
@@ -235,6 +272,7 @@ def _cutting_order(
         if index in movable and (consumers[index] or nodes[index].mutates):
             # A new value that nothing reads is wanted by the others of its group.
             before = [p for consumer in consumers[index] if (p := wanted[consumer]) is not None]
+            before += [places[index]] if index in places else []
             wanted[index] = min(before, default=None)
     others = {index: group.members for group in updates for index in group.members}
     for index, node in enumerate(nodes):

@@ -66,6 +66,7 @@ def partition_manual(
     _check_ranks(nodes, num_ranks, pins, default_rank)
     fixed = fixed or {}
     flow = analyse(nodes, _LINK)
+    pins = {i: pins[user] for i, user in flow.beside.items() if user in pins} | pins
     grouped = {member for group in flow.groups for member in group.members}
     pinned: dict[int, frozenset[int]] = {}
     for index in flow.order:
@@ -246,7 +247,7 @@ def _sink(
     """Phase 2: move work that needs no input next to its first reader."""
     used = _used(level, has_inputs)[::-1]
     for index in sorted(flow.movable, reverse=True):
-        if not flow.consumers[index]:
+        if not flow.consumers[index] or index in flow.beside:
             continue
         latest = min(level[consumer] for consumer in flow.consumers[index])
         ranks = allowed.get(index)

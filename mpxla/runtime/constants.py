@@ -10,6 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from mpxla.device.backend import Backend, Buffer
+from mpxla.errors import StepError
+from mpxla.runtime.valueless import WHERE, Valueless
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Constant", "Constants"]
@@ -52,8 +54,21 @@ class Constants:
 
         They are compared by their numbers, since writes to `.data` or by NumPy are not counted by
         PyTorch.
+
+        Raises:
+            StepError: one is without values on this rank.
         """
         old = [constant for constant in constants if not constant.is_current]
+        for constant in old:
+            if isinstance(constant.given, Valueless):
+                raise StepError(
+                    f"the step function computes with a tensor of shape "
+                    f"{list(constant.given.shape)} that has no values here: it was computed from a "
+                    f"parameter or buffer when the step function was not running, and {WHERE}. "
+                    f"Compute a number with each parameter by itself, "
+                    f"(parameter - kept).square().sum(), and add these up; or keep whole values, "
+                    f"from model.state_dict()."
+                )
         copies = [constant.given.detach().clone() for constant in old]
         buffers = self._backend.put(copies, owned=True) if copies else ()
         for constant, copy, buffer in zip(old, copies, buffers, strict=True):

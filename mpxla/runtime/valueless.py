@@ -19,13 +19,13 @@ from torch.fx.experimental import _config
 from mpxla.errors import StepError
 from mpxla.user_lines import at_script_line
 
-__all__ = ["AbsentParameter", "Valueless", "without_values"]
+__all__ = ["WHERE", "AbsentParameter", "Valueless", "without_values"]
 
 _EAGER = ("cpu", "cuda", "meta")
 _meta_settings: Any = _config
 _aten = torch.ops.aten
 _READS = {_aten._local_scalar_dense.default: "item", _aten._to_copy.default: "to"}
-_WHERE = "they are on another pipeline rank, or divided over ranks"
+WHERE = "they are on another pipeline rank, or divided over ranks"
 _ADVICE = (
     "Use tensors of one rank only (skip parameters whose device is meta; smp.partition puts "
     "modules that belong together on one partition), make two models of it, each in a "
@@ -73,7 +73,7 @@ class Valueless(torch.Tensor):
 def _unreadable(how: str) -> StepError:
     return StepError(
         f"the values of a parameter or buffer were asked for by {how} or a form of it at "
-        f"{at_script_line()}, and it has none here: {_WHERE}. {_ADVICE}"
+        f"{at_script_line()}, and it has none here: {WHERE}. {_ADVICE}"
     )
 
 
@@ -128,7 +128,7 @@ def _check_devices(func: Any, values: Any) -> None:
     if any(tensor.device.type not in _EAGER for tensor in tensors):  # torch_xla 2.9
         raise StepError(
             f"torch.{_name(func)} was called at {at_script_line()} with a list of tensors of this "
-            f"rank and of parameters that have no values here: {_WHERE}. PyTorch/XLA cannot take "
+            f"rank and of parameters that have no values here: {WHERE}. PyTorch/XLA cannot take "
             f"them together: leave out those whose device is meta."
         )
 
@@ -197,7 +197,7 @@ def _check_write(func: Any, target: torch.Tensor, sources: Sequence[Any]) -> Non
     if target.device.type != "meta" and _is_valueless(sources):
         raise StepError(
             f"{_name(func)} writes to a tensor of this rank from a parameter or buffer that "
-            f"has no values here at {at_script_line()}: {_WHERE}, and nothing would come of it. "
+            f"has no values here at {at_script_line()}: {WHERE}, and nothing would come of it. "
             f"{_ADVICE}"
         )
 

@@ -47,6 +47,14 @@ def train_step(model, x, turn):
     return loss
 
 
+def held_back(model, x, importance, anchors):
+    """The loss, and how far weights are from earlier ones, by how much those counted."""
+    loss = loss_of(model, x, "both")
+    for name, parameter in model.named_parameters():
+        loss = loss + 5 * (importance[name] * (parameter - anchors[name]) ** 2).sum()
+    return loss
+
+
 class Run:
     """Plain PyTorch. Subclasses train otherwise."""
 
@@ -69,6 +77,9 @@ class Run:
         loss = loss_of(self.model, self.batch(number), turn)
         loss.backward()
         return loss.item()
+
+    def step_held_back(self, number, *kept):
+        held_back(self.model, self.batch(number), *kept).backward()
 
     def loop(self, optimizer, numbers=range(STEPS), before=lambda: None):
         for number in numbers:
@@ -104,6 +115,15 @@ class RankRun(Run):
         part = self.batch(number).chunk(self._replicas)[smp.rdp_rank()]
         loss = train_step(self.model, part, turn).reduce_mean().item()
         return sum(smp.allgather(loss, smp.DP_GROUP)) / self._replicas
+
+    def step_held_back(self, number, *kept):
+        @smp.step
+        def step(model, x):
+            loss = held_back(model, x, *kept)
+            model.backward(loss)
+            return loss
+
+        step(self.model, self.batch(number).chunk(self._replicas)[smp.rdp_rank()])
 
     def weights(self):
         return self.model.state_dict()
@@ -222,6 +242,24 @@ def weights_changed_in_between(run):
                 parameter.clamp_(-0.2, 0.2)
 
 
+def anchored_to_earlier_weights(run):
+    """A second task, with elastic weight consolidation (Kirkpatrick et al., 2017)."""
+    optimizer = run.wrapped(optim.SGD(run.model.parameters(), 0.1))
+    run.loop(optimizer, range(2))
+    importance = {n: torch.zeros_like(p) for n, p in run.model.named_parameters()}
+    for number in range(2):
+        optimizer.zero_grad()
+        run.step(number)
+        for name, parameter in run.model.named_parameters():
+            if parameter.grad is not None:
+                importance[name] += parameter.grad.detach() ** 2
+    anchors = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    for number in range(2, 4):
+        optimizer.zero_grad()
+        run.step_held_back(number, importance, anchors)
+        optimizer.step()
+
+
 def norms_read_later(run):
     """Values that are computed when they are read, of tensors that have changed meanwhile."""
     optimizer = run.wrapped(optim.SGD(run.model.parameters(), 0.1))
@@ -314,6 +352,7 @@ HABITS = {
         *(groups_added_to_the_inner_optimizer, accumulation_and_clipping, clipping_by_value),
         *(zeros_instead_of_none, layers_in_turns, cycling_momentum, reducing_on_plateaus),
         *(weights_changed_in_between, norms_read_later, resetting_state),
+        anchored_to_earlier_weights,
     )
 } | {
     name: partial(any_optimizer, kind=kind, settings=settings)
@@ -369,6 +408,7 @@ CASES = [
     ),
     pytest.param("gradients", ["thawing_layer_by_layer"], marks=pytest.mark.slow),
     ("stages", ["norms_read_later", "accumulation_and_clipping", "bare_lookahead"]),
+    ("stages", ["anchored_to_earlier_weights"]),
     *in_two_worlds(HABITS),
 ]
 

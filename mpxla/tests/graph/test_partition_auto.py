@@ -236,6 +236,22 @@ def test_work_on_parameters_sits_with_its_reader():
     assert result.parameter_ranks["late"] == (1,)
 
 
+def test_a_number_of_a_parameter_sits_with_what_else_uses_the_parameter():
+    """As a penalty on weights, which is added to the loss."""
+    program = Program()
+    last, penalties = program.input(), []
+    for number in range(4):
+        last = program.layer(last, f"model.{number}", output=100)
+    for number in range(4):
+        square = program.add(parameters=(f"model.{number}.weight",), output=1000)
+        penalties.append(program.add(square, output=4))
+    program.add(last, *penalties)
+    result = partition(program, 2, link=0.01)
+    assert [result.stage[node] for node in penalties] == [0, 0, 1, 1]
+    ranks = [result.parameter_ranks[f"model.{number}.weight"] for number in range(4)]
+    assert ranks == [(0,), (0,), (1,), (1,)]
+
+
 def test_parts_of_a_split_parameter_do_not_glue_their_readers():
     program = Program()
     image = program.input()

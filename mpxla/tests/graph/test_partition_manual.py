@@ -112,6 +112,16 @@ def test_work_on_parameters_sits_with_its_reader():
     assert result.stage[transposed] == result.stage[head] == 3
 
 
+def test_a_number_of_a_parameter_is_computed_where_its_module_is():
+    program = chain(2)
+    square = program.add(parameters=("model.1.weight",), output=1000)
+    penalty = program.add(square, output=4)
+    program.add(2, penalty)
+    result = partition(program, 2, {1: 0, 2: 1})
+    assert result.stage[square] == result.stage[penalty] == 1
+    assert result.parameter_ranks["model.1.weight"] == (1,)
+
+
 def test_tied_parameter_pinned_to_two_ranks_is_held_by_both():
     program = Program()
     first = program.add(program.input(), parameters=("tok",))

@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from mpxla.errors import StepError
+from mpxla.errors import PeerFailure, StepError
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter
+from mpxla.tests.ranks.run import run_ranks
 
 
 def absent(kind=AbsentParameter):
@@ -130,3 +131,36 @@ def test_values_assigned_by_data_are_for_the_rank_that_holds_the_parameter(value
     assert (parameter.shape, parameter.dtype) == (value.shape, value.dtype)
     with pytest.raises(StepError, match="has no values here"):
         torch.ones(value.shape).add_(parameter.data)
+
+
+def of_all_together():
+    """The error of each rank where a step computes with earlier weights of both at once."""
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x).sum()
+
+    evaluate(model, torch.ones(2, 3))
+    kept = [parameter.detach() * 2 for parameter in model.parameters()]
+
+    @smp.step
+    def step(model, x):
+        pairs = zip(model.parameters(), kept, strict=True)
+        loss = model(x).sum() + torch.cat([(p.exp() * own).flatten() for p, own in pairs]).norm()
+        model.backward(loss)
+        return loss
+
+    with pytest.raises((StepError, PeerFailure)) as error:
+        step(model, torch.ones(2, 3))
+    return str(error.value)
+
+
+@pytest.mark.ranks
+def test_a_step_that_needs_values_of_several_ranks_in_one_tensor_says_so():
+    for text in run_ranks(of_all_together, 2):
+        assert "computes with a tensor of shape [4, 3] that has no values here" in text
+        assert "(parameter - kept).square().sum()" in text
