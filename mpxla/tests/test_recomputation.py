@@ -201,7 +201,8 @@ EVERY = tuple(mode for mode in MARKS if "offload" not in mode)
         (2, "eager_1f1b", 1, ("keep", "each")),
         (2, "interleaved", 1, ("keep", "torch", "reentrant")),
         (2, "zero_bubble", 1, ("keep", "recompute")),
-        pytest.param(2, "zero_bubble", 1, EVERY, marks=long),
+        # What waits between the parts of a backward is more than half of everything.
+        pytest.param(2, "zero_bubble", 1, tuple(m for m in EVERY if m != "half"), marks=long),
         pytest.param(2, "simple", 1, EVERY, marks=long),
         pytest.param(2, "eager_1f1b", 1, EVERY, marks=long),
         pytest.param(4, "interleaved", 1, EVERY, marks=long),
