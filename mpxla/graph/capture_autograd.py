@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn, overrides
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_functionalize
 from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.node import has_side_effect
@@ -183,6 +183,9 @@ class _Traced:
         # What an argument then holds: later uses have the gradient of the argument, as in torch.
         results += [own[i] for i in self.changed]
         self.has_gradient += [self.tensors[i].requires_grad for i in self.changed]
+        for result in results:
+            if isinstance(result, FunctionalTensor):  # reads writes to its memory now, not later
+                torch._sync(result)  # pyright: ignore[reportPrivateUsage]
         tracer = cast(Any, get_proxy_mode()).tracer
         self._forward_names = {node.name for node in tracer.graph.nodes}
         # Each is one node, which becomes an argument of the backward. The modes of mpxla, which do

@@ -227,6 +227,24 @@ class Writing(torch.autograd.Function):
         return grad.mul_(ctx.factors)
 
 
+class Scanning(torch.autograd.Function):
+    """Returns part of a tensor that it has written to by views, as parallel scans do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.pad(x, (0, 1)).transpose(-1, -2)
+        y[..., 1, :].add_(y[..., 0, :].mul(2))
+        ctx.save_for_backward(y)
+        return y.transpose(-1, -2)[..., :-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[..., 0].add_(grad[..., 1].mul(2))
+        return grad * y.transpose(-1, -2)[..., :-1].cos()
+
+
 class Computing(torch.autograd.Function):
     """Computes its forward again in the backward, as reversible networks do."""
 
@@ -354,6 +372,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "setting_up": _setting_up,
     "reversing": lambda model, x: Reversing.apply(x, 0.3),
     "writing": lambda model, x: Writing.apply(x),
+    "scanning": lambda model, x: Scanning.apply(x),
     "computing": lambda model, x: Computing.apply(torch.tanh, x),
     "rerunning": _rerunning,
     "multiplying": lambda model, x: Multiplying.apply([x], x, x),
