@@ -73,6 +73,10 @@ class Flags:
         """
         return tensor if id(tensor) in self._parameters else self._stand_ins.get(id(tensor))
 
+    def own_of(self, value: Any) -> Any:
+        """The stand-in in the place of a parameter of the model, held elsewhere; others as is."""
+        return self._stand_ins.get(id(value), value)
+
     def put(self, parameter: torch.Tensor, value: bool) -> None:
         """`parameter.requires_grad = value`."""
         key, known = id(parameter), self._left.get(id(parameter))

@@ -110,7 +110,7 @@ class StepSemantics(TorchFunctionMode):
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tuple(args), kwargs or {}
+        args, kwargs = pytree.tree_map(self._flags.own_of, (tuple(args), kwargs or {}))
         if (later := made_later(func, args)) is not None:
             return later
         if func in _AUTOGRAD and self.of_function == (True, False):

@@ -389,9 +389,27 @@ def test_trainable_parameter_outside_of_the_model_is_refused():
     )
     with pytest.raises(CaptureError, match=text):
         capture(model, lambda leaves: other(model(leaves[0])))
-    kept = model.weight
-    with pytest.raises(CaptureError, match=r"parameter of shape \[6, 6\] that is not read from"):
-        capture(model, lambda leaves: F.linear(leaves[0], kept))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_parameters_in_containers_are_those_of_the_model(is_trained):
+    """Libraries list there what they penalize, with factors."""
+    model, inputs = nn.Linear(6, 6), [torch.randn(4, 6)]
+    held = [([model.weight], 0.1), ({"bias": model.bias}, 0.2)]
+
+    def function(leaves):
+        with torch.set_grad_enabled(is_trained):
+            penalty = held[0][1] * held[0][0][0].T.square().sum()
+            penalty += held[1][1] * held[1][0]["bias"].norm()
+        return F.linear(leaves[0], held[0][0][0]).sum() + penalty
+
+    step = capture(model, function)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)  # what a capture took as a constant would stay
+    wanted = function(inputs).detach()
+    (found,) = run(step, model, inputs)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_module_outside_of_the_model_is_constant_without_gradients():
