@@ -89,6 +89,7 @@ def trace_joint(
     with (
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
+        torch.autograd.set_detect_anomaly(False),  # a step function may have switched it on
         mode,
         _dispatched(lowering, is_differentiated=True),
     ):

@@ -424,6 +424,54 @@ def test_tensors_keep_their_gradient_when_asked_to():
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+def watched():
+    """Parameters held in a list, in steps under torch's detection of anomalies; plain ones."""
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    torch.manual_seed(5)
+    raw, batches = Net().double(), [torch.randn(n, 4, dtype=torch.float64) for n in (4, 3, 4)]
+    raw.penalized = [(list(raw.parameters()), 0.1)]
+    plain = copy.deepcopy(raw)
+
+    def loss_of(net, x):
+        score = net(x).square().mean()
+        (slope,) = torch.autograd.grad(score, net.penalized[0][0][0], create_graph=True)
+        penalty = sum(f * p.square().sum() for held, f in net.penalized for p in held)
+        return score + penalty + slope.square().mean()
+
+    @smp.step
+    def train_step(model, x):
+        loss = loss_of(model.module, x)
+        model.backward(loss)
+        return loss
+
+    model = smp.DistributedModel(raw)
+    own = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with torch.autograd.detect_anomaly():
+        for x in batches:
+            own.zero_grad()
+            train_step(model, x)
+            own.step()
+            optimizer.zero_grad()
+            loss_of(plain, x).backward()
+            optimizer.step()
+        is_on_again = torch.is_anomaly_enabled()
+    return {n: p.detach().cpu() for n, p in model.local_named_parameters()}, (
+        {n: p.detach() for n, p in plain.named_parameters()},
+        is_on_again,
+    )
+
+
+@pytest.mark.ranks
+def test_held_parameters_train_while_torch_looks_for_anomalies():
+    ranks = run_ranks(watched, 2, timeout_s=200)
+    wanted, is_on_again = ranks[0][1]
+    assert is_on_again
+    torch.testing.assert_close(merged([p for p, _ in ranks]), wanted, rtol=1e-9, atol=1e-12)
+
+
 def masks():
     """How far gradients are from those of the masks that the results were made with."""
     import mpxla as smp
