@@ -303,16 +303,19 @@ def _where(condition: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
 
 
 def _full(full: Callable[..., Any], empty: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A function that fills tensors, also with numbers that were read."""
+    """A function that fills tensors, also with numbers that were read, or that tensors hold."""
 
     def filled(*args: Any, **kwargs: Any) -> Any:
         value: Any = kwargs["fill_value"] if "fill_value" in kwargs else [*args, 0, 0][place]
-        if not is_number(value):
-            return full(*args, **kwargs)
+        if is_number(value):
+            value = value.tensor
+        elif not isinstance(value, torch.Tensor) or value.dim() or value.requires_grad:
+            return full(*args, **kwargs)  # which refuses other tensors
         others = {key: other for key, other in kwargs.items() if key != "fill_value"}
         if full is torch.full and others.get("dtype") is None:
-            is_float = value.tensor.is_floating_point()
-            others["dtype"] = torch.get_default_dtype() if is_float else value.tensor.dtype
+            is_float, is_other = value.is_floating_point(), value.is_complex()
+            whole = value.dtype if is_other or value.dtype == torch.bool else torch.int64
+            others["dtype"] = torch.get_default_dtype() if is_float else whole
         return empty(*args[:place], **others).fill_(value)
 
     return filled

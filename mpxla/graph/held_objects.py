@@ -108,12 +108,6 @@ def held_objects(
     """
     for held in known.values():
         held.places.clear()
-    modules = [
-        (f"{name}.{path}" if path else name, module)
-        for name, value, _ in roots
-        if isinstance(value, nn.Module)
-        for path, module in value.named_modules()
-    ]
     found: dict[int, Held] = {}
 
     def add(name: str, value: Any) -> Held:
@@ -121,12 +115,19 @@ def held_objects(
         held = found[key] = known.setdefault(key, Held(name, value))
         return held
 
-    for name, module in modules:
-        add(name, module)
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int, Callable[[], Any], tuple[int, str] | None]]
     waiting = [(name, value, 0, get, None) for name, value, get in roots]
-    waiting += [(name, module, 0, lambda: None, None) for name, module in modules]
+
+    def add_modules(name: str, value: nn.Module, depth: int) -> None:
+        for path, module in value.named_modules(prefix=name):
+            if id(vars(module)) not in found:
+                add(path, module)
+                waiting.append((path, module, depth, lambda: None, None))
+
+    for name, value, _ in roots:  # by their own names, before others hold them
+        if isinstance(value, nn.Module):
+            add_modules(name, value, 0)
     for name, value, depth, get, place in waiting:  # grows
         if has_attributes(value):
             held = found.get(id(vars(value)))
@@ -134,6 +135,8 @@ def held_objects(
                 (held or add(name, value)).places.append((get, place))
         if id(value) in seen or len(seen) > _MOST_OBJECTS:
             continue
+        if isinstance(value, nn.Module):  # in a container, or an attribute of an object
+            add_modules(name, value, depth)
         seen.add(id(value))
         if depth >= _DEPTH:
             continue
@@ -172,6 +175,8 @@ def _part(get: Callable[[], Any], key: Any) -> Any:
 
 
 def _may_hold(part: Any) -> bool:
+    if isinstance(part, nn.Module):
+        return True
     if has_attributes(part):
         return is_looked_into(part) or contents_of(part) is not None
     return not isinstance(part, SIMPLE) and contents_of(part) is not None

@@ -33,6 +33,18 @@ class Schedule:
         return min(1.0, self.step / 5)
 
 
+class Annealed(nn.Module):
+    """A part that is no part of the model where a list holds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, h):
+        self.num_calls += 1
+        return h * min(1.0, self.num_calls / 5)
+
+
 class Net(nn.Module):
     """Layers around what `kind` names."""
 
@@ -45,6 +57,7 @@ class Net(nn.Module):
         self.num_calls, self.temperature, self.is_set = 0, 2.0, False
         self.rates = [0.5, 1.0, 2.0]
         self.schedule, self.stats = Schedule(), {"calls": 0, "name": "net"}
+        self.schedule.parts = {"annealed": [Annealed()]}
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x):
@@ -83,6 +96,9 @@ class Net(nn.Module):
 
     def of_an_object(self, h):
         return h * self.schedule.weight()
+
+    def of_held_modules(self, h):
+        return self.schedule.parts["annealed"][0](h)
 
     def of_globals(self, h):
         global total
@@ -130,7 +146,7 @@ class Net(nn.Module):
 
 KINDS = (
     "counted annealed every_third late exponential by_place of_the_class of_an_object of_globals "
-    "of_dictionaries started reset"
+    "of_held_modules of_dictionaries started reset"
 ).split()
 
 
@@ -147,6 +163,7 @@ def numbers_of(model):
         "temperature": model.temperature,
         "limit": model.limit,
         "step": model.schedule.step,
+        "part": model.schedule.parts["annealed"][0].num_calls,
         "total": total,
         "dictionaries": {**progress, **model.stats},
         "is set": model.is_set,
@@ -201,7 +218,7 @@ def slow_but(*fast):
 
 @pytest.mark.parametrize(
     ("kind", "stages", "replicas", "count"),
-    slow_but(("every_third", (2, 1, 2))),
+    slow_but(("every_third", (2, 1, 2)), ("of_held_modules", (1, 1, 4))),
 )
 def test_every_microbatch_has_the_number_of_pytorch(kind, stages, replicas, count):
     expected, parameters, numbers = train_plainly(kind, count)

@@ -51,6 +51,9 @@ SAME = {
     "full of integers": lambda h: h * torch.full((4,), fill_value=h.argmax().item()),
     "full_like": lambda h: h + torch.full_like(h, h.mean().item()),
     "new_full": lambda h: h + h.new_full((3, 4), float(h.std())),
+    "full of a tensor": lambda h: h * torch.full((4,), h.detach().mean()),
+    "full of integers of a tensor": lambda h: h * torch.full((4,), h.argmax().int()).bitwise_not(),
+    "new_full of a constant": lambda h: h + h.new_full((3, 4), torch.tensor([8.0, 16.0])[1]),
     "alpha": lambda h: torch.add(h, h, alpha=float(h.mean())).sub_(h, alpha=h.std().item()),
     "value": lambda h: torch.addcmul(h, h, h, value=float(h.mean())),
     "functions of two": lambda h: (
