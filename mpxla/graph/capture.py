@@ -215,7 +215,8 @@ class _StepModule(nn.Module):
         stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
         trained = [p for p in self.model.parameters() if p.requires_grad]
         recorder = BackwardRecorder(
-            *(constants.is_known, constants.is_constant, contents.note_backward, is_trial),
+            *(constants.is_known, constants.is_constant, constants.value_of),
+            *(contents.note_backward, is_trial),
             *(stand_ins, trained),
         )
         if known is not None:

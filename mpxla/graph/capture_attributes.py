@@ -23,6 +23,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.held_objects import OF_TORCH, Held, ObjectRead
+from mpxla.graph.made_objects import keep_made
 from mpxla.graph.number import is_number
 from mpxla.graph.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
@@ -548,11 +549,14 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
         return value
 
     def set_noted(self: Any, name: str, value: Any) -> None:
-        recorder = current_recorder()
+        recorder, owner = current_recorder(), object.__getattribute__(self, "__dict__")
+        if recorder is not None:
+            tables = owner, *(owner.get(table, {}) for table in _TABLES)
+            if all(table.get(name) is None for table in tables):
+                keep_made(value, log.held, (id(owner), name), recorder.value_of)
         if recorder is not None and not isinstance(value, nn.Module):
             written = value
             tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-            owner = object.__getattribute__(self, "__dict__")
             form = None
             if tensors:  # which must not be held beyond the step
                 old = pytree.tree_leaves(owner.get(name))

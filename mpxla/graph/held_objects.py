@@ -23,7 +23,7 @@ from mpxla.graph.plain import FUNCTIONS, MISSING, SIMPLE, Change, Read, entries_
 from mpxla.user_lines import is_model_code
 
 __all__ = ["OF_TORCH", "Held", "ObjectRead", "contents_of", "held_objects", "is_looked_into"]
-__all__ += ["own_attributes"]
+__all__ += ["has_attributes", "own_attributes"]
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of modules that are not the user's."""

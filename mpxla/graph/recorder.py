@@ -28,6 +28,7 @@ class BackwardRecorder:
         recording: numbers that the step leaves in Python.
         is_known: says whether a tensor follows from inputs alone.
         is_constant: says whether it is the same in every call, while others are changing.
+        value_of: a copy of its value then; None of others.
         note_backward: called with the tensors when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
         stand_ins: parameters by the ids of the tensors that stand for them.
@@ -36,6 +37,7 @@ class BackwardRecorder:
 
     is_known: Callable[[torch.Tensor], bool]
     is_constant: Callable[..., bool]
+    value_of: Callable[[torch.Tensor], torch.Tensor | None]
     note_backward: Callable[[Sequence[torch.Tensor]], None]
     is_trial: bool = False
     stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)

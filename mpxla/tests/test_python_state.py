@@ -35,6 +35,18 @@ class Slotted:
         self.calls = 0
 
 
+class Made:
+    """Has tensors, and is made when the model runs first."""
+
+    def __init__(self, model):
+        self.model, self.num_calls = model, 0
+        self.parts = {"steps": [torch.arange(8.0) / 8]}
+
+    def __call__(self, h):
+        self.num_calls += 1
+        return h * self.parts["steps"][0] * self.num_calls + self.model.scale
+
+
 class Net(nn.Module):
     """Layers around what `kind` names."""
 
@@ -48,7 +60,7 @@ class Net(nn.Module):
         self.short, self.short_table = 2, torch.arange(2.0)
         self.states, self.by_name = [torch.zeros(8), torch.zeros(8)], {"a": None}
         self.past, self.pair, self.collected = deque(maxlen=3), None, []
-        self.backends = {}
+        self.backends, self.made = {}, None
         self.numbers, self.is_hot, self.slotted = (0, 1.0), True, Slotted()
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("rates", torch.arange(8) / 8)
@@ -93,6 +105,11 @@ class Net(nn.Module):
     def looked_up_by_a_branch(self, h):
         h = self.looked_up(h)
         return 2 * h if h.sum() > 0 else h
+
+    def made_once(self, h):
+        if self.made is None:
+            self.made = Made(self)
+        return self.made(h)
 
     def counted(self, h):
         self.num_calls += 1
@@ -209,8 +226,8 @@ def slow_but(kinds, *fast):
 @pytest.mark.parametrize(
     ("kind", "stages", "count"),
     slow_but(
-        "started_by_a_flag mean_by_a_flag cache looked_up looked_up_by_a_branch counted",
-        *(("mean_by_a_flag", 2), ("looked_up_by_a_branch", 2)),
+        "started_by_a_flag mean_by_a_flag cache looked_up looked_up_by_a_branch counted made_once",
+        *(("mean_by_a_flag", 2), ("looked_up_by_a_branch", 2), ("made_once", 1)),
     ),
 )
 def test_flags_and_caches_are_what_they_are_in_pytorch(kind, stages, count):
