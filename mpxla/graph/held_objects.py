@@ -42,11 +42,13 @@ class Held:
         value: the object; another one once it was replaced.
         places: where it is held. Each gives what is there, and says of which attribute of an object
             (its table, the name) that is a part; None for a global.
+        made: attributes that have got what the step had made (`made_objects.py`).
     """
 
     name: str
     value: Any
     places: list[tuple[Callable[[], Any], tuple[int, str] | None]] = field(default_factory=list)
+    made: set[str] = field(default_factory=set)
 
     @property
     def table(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class _MadeError(AgainError):
     def prepare(self) -> None:
         """Puts it there."""
         held, key = self._place
+        held.made.add(key)  # once: what is taken away when it was used would come again
         setattr(held.value, key, self._made)
 
 
@@ -55,10 +56,11 @@ def keep_made(
     Raises:
         AgainError: it is kept, and the step is to be captured again.
     """
-    if place[0] not in held or not _is_open(value) or id(vars(value)) in held:
+    owner = held.get(place[0])
+    if owner is None or place[1] in owner.made or not _is_open(value) or id(vars(value)) in held:
         return
     found: list[tuple[Any, Any, Any]] = []
-    waiting, seen, has_tensors = [value], set[int](), False
+    waiting, seen, is_kept = [value], set[int](), isinstance(value, nn.Module)
     for part in waiting:  # grows
         if len(waiting) > _MOST_PARTS:
             return
@@ -70,16 +72,16 @@ def keep_made(
                 if real is None or isinstance(table, tuple):
                     return
                 found.append((table, key, real))
-                has_tensors = True
+                is_kept = True
             elif known is not None and not isinstance(table, tuple):
                 found.append((table, key, known.value))  # export gives modules by proxies
             elif id(inner) not in seen and (_is_open(inner) or contents_of(inner)):
                 seen.add(id(inner))
                 waiting.append(inner)
-    if has_tensors:
+    if is_kept:
         for table, key, real in found:
             table[key] = real
-        raise _MadeError(held[place[0]], place[1], value)
+        raise _MadeError(owner, place[1], value)
 
 
 def _is_open(value: Any) -> bool:
