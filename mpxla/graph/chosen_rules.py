@@ -348,14 +348,17 @@ def _lost(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 
 
 def _similar(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    """`cosine_similarity`: along a dim, which is counted in what both become together."""
-    values = arguments_of(node)[:2]
-    num_dims = node.meta["val"].dim() + 1
+    """`cosine_similarity`: along a dim, which is counted in what both become together;
+    `pairwise_distance`: along the last one.
+    """
+    values, named = arguments_of(node)[:2], named_arguments(node)
+    is_kept = named.get("keepdim", False)
+    num_dims = node.meta["val"].dim() + (not is_kept)
     dims = aligned(walk, node, values, num_dims)
-    dim = named_arguments(node)["dim"] % num_dims
+    dim = named.get("dim", -1) % num_dims
     if dims[dim] is not None:
         raise refused(node, "is taken together")
-    return node, dims[:dim] + dims[dim + 1 :]
+    return node, (*dims[:dim], *[None] * is_kept, *dims[dim + 1 :])
 
 
 _LIKE = [f"aten::{name}_like" for name in ("zeros", "ones", "full", "rand", "randn", "empty")]
@@ -407,7 +410,7 @@ _RULES: Mapping[Any, Rule] = {
     _aten.cumsum.default: _cumulated,
     _aten.batch_norm.default: _batch_norm,
     _aten.scaled_dot_product_attention.default: _attention,
-    _aten.cosine_similarity.default: _similar,
+    **dict.fromkeys((_aten.cosine_similarity.default, _aten.pairwise_distance.default), _similar),
     **dict.fromkeys((*_LIKE, "aten::fill", "aten::bernoulli", _aten.dropout.default), _kept),
     LAYER: _recurrent,
     _aten.embedding.default: _embedded,

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["compile_lowered", "told"]
+__all__ = ["CPU", "compile_lowered", "told"]
 
-_CPU: dict[str, Any] = {"xla_cpu_prefer_vector_width": 512}
+CPU: dict[str, Any] = {"xla_cpu_prefer_vector_width": 512}
 """XLA's 256 bits take twice as long for GELU where 512 are there."""
 
 _WITHOUT_YNN: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -15,15 +15,15 @@ _WITHOUT_YNN: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 def told(platform: str) -> str:
     """What the compiler may be told for a kind of device, as a part of keys."""
-    return repr((_CPU, _WITHOUT_YNN)) if platform == "cpu" else ""
+    return repr((CPU, _WITHOUT_YNN)) if platform == "cpu" else ""
 
 
 def compile_lowered(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
     """Compiles a program; raises what XLA raises."""
     if platform != "cpu":
         return lowered.compile()
-    compiled = lowered.compile(_CPU)
-    return lowered.compile(_CPU | _WITHOUT_YNN) if _has_bare_products(compiled) else compiled
+    compiled = lowered.compile(CPU)
+    return lowered.compile(CPU | _WITHOUT_YNN) if _has_bare_products(compiled) else compiled
 
 
 def _has_bare_products(compiled: jax.stages.Compiled) -> bool:

@@ -62,6 +62,8 @@ def losses(m, h, y):
         + F.cross_entropy(scores, labels, label_smoothing=0.1, reduction="sum")
         + F.cross_entropy(scores, labels, reduction="none").square().sum()
         + F.cosine_similarity(a, b).mean()
+        + F.pairwise_distance(a, b).mean()
+        + F.pairwise_distance(a, b[:, None], keepdim=True).square().sum()
     )
 
 

@@ -138,13 +138,22 @@ def _binary(
     implements(*names)(lambda left, right: function(*prepare(left, right)))
 
 
+def arctan2(y: jax.Array, x: jax.Array) -> jax.Array:
+    """The angle of a point.
+
+    XLA's code for the CPU in vectors of 512 bits (`compiling.py`) is wrong where it knows that x
+    is one, as it is for `atan`. So it is not to know that; where y is NaN, so is the result.
+    """
+    return jnp.arctan2(y, jnp.where(jnp.isnan(y), y, x))
+
+
 _binary(("maximum",), jnp.maximum)
 _binary(("minimum",), jnp.minimum)
 _binary(("fmax",), jnp.fmax)
 _binary(("fmin",), jnp.fmin)
 _binary(("gcd",), jnp.gcd)
 _binary(("lcm",), lambda a, b: jnp.abs(jnp.lcm(a, b)))
-_binary(("atan2",), jnp.arctan2, as_float)
+_binary(("atan2",), arctan2, as_float)
 _binary(("hypot",), jnp.hypot, as_float)
 _binary(("copysign.Tensor", "copysign.Scalar"), jnp.copysign, as_float)
 _binary(("nextafter",), jnp.nextafter)

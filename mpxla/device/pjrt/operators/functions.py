@@ -10,6 +10,7 @@ from jax import lax
 from jax.scipy import special
 
 from mpxla.device.pjrt.dtypes import as_float, widened
+from mpxla.device.pjrt.operators.arithmetic import arctan2
 from mpxla.device.pjrt.table import implements
 
 
@@ -36,6 +37,10 @@ def _logarithm(x: jax.Array, base: float) -> jax.Array:
     return jnp.where(jnp.power(base, whole) == x, whole, found)
 
 
+def _arctan(x: jax.Array) -> jax.Array:
+    return jnp.arctan(x) if jnp.iscomplexobj(x) else arctan2(x, jnp.ones_like(x))
+
+
 def _as_wide_float(x: jax.Array) -> jax.Array:
     """PyTorch computes functions of low precision in float32; the result is rounded once."""
     (value,) = as_float(x)
@@ -48,7 +53,7 @@ _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "acosh": jnp.arccosh,
     "asin": jnp.arcsin,
     "asinh": jnp.arcsinh,
-    "atan": jnp.arctan,
+    "atan": _arctan,
     "atanh": jnp.arctanh,
     "cos": jnp.cos,
     "cosh": jnp.cosh,

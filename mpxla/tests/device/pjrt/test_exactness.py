@@ -8,19 +8,21 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.device.pjrt.arrays import copy_to_device, host_copies
+from mpxla.device.pjrt.compiling import CPU
 from mpxla.tests.device.pjrt.operator_calls import Call
 from mpxla.tests.device.pjrt.operator_checks import run
 
 aten = torch.ops.aten
 
 
-def both(operator, *args, **keywords):
+def both(operator, *args, options=None, **keywords):
     """What the compiled function gives, in the dtype of what PyTorch gives; and that."""
     expected = operator(*args, **keywords)
     call = Call(operator, "by hand", (args, keywords), expected)
     tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
     arrays = [copy_to_device(tensor, jax.devices()[0]) for tensor in tensors]
-    (found,) = host_copies(jax.jit(functools.partial(run, call))(arrays))
+    lowered = jax.jit(functools.partial(run, call)).lower(arrays)
+    (found,) = host_copies(lowered.compile(CPU | (options or {}))(arrays))
     return found, expected
 
 
@@ -53,6 +55,16 @@ _COUNT = torch.arange(1.0, 200.0)
 def test_whole_numbers_come_out_as_such(operator, args, keywords):
     found, expected = both(operator, *args, **keywords)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_angles_are_right_in_wide_vectors(dtype):
+    values = torch.linspace(-3, 3, 51, dtype=dtype)
+    values[:3] = torch.tensor([torch.inf, torch.nan, -torch.inf])
+    fast = {"xla_backend_optimization_level": 3}  # most tests go without
+    for operator, rest in ((aten.atan.default, ()), (aten.atan2.default, (torch.tensor(1.0),))):
+        found, expected = both(operator, values, *rest, options=fast)
+        torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 def test_a_quotient_by_the_maximum_reaches_one():
