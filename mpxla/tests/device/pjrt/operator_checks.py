@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from mpxla.device.pjrt.arrays import copy_to_device, host_copies
+from mpxla.device.pjrt.compiling import CPU
 from mpxla.device.pjrt.graphs import as_function
 from mpxla.tests.device.pjrt.operator_calls import Call
 
@@ -100,18 +101,20 @@ def differences(calls: Sequence[Call]) -> list[str]:
         leaves = pytree.tree_leaves(call.arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         runs.append((call, [copy_to_device(t, jax.devices()[0]) for t in tensors]))
+    given = [arrays for _, arrays in runs]
     try:
-        results = jax.jit(
-            lambda arrays: [run(call, a) for call, a in zip(calls, arrays, strict=True)]
-        )([arrays for _, arrays in runs])
+        program = jax.jit(
+            lambda given: [run(call, a) for call, a in zip(calls, given, strict=True)]
+        )
+        results = program.lower(given).compile(CPU)(given)
     except Exception as error:  # one at a time, then
         if len(calls) > 1:
             return [text for call in calls for text in differences([call])]
         return [f"{calls[0].operator} in {calls[0].source}: {type(error).__name__}: {error}"]
-    for call, given in zip(calls, results, strict=True):
+    for call, result in zip(calls, results, strict=True):
         expected = [t for t in pytree.tree_leaves(call.expected) if isinstance(t, torch.Tensor)]
         try:
-            _compare(call, host_copies(given), expected)
+            _compare(call, host_copies(result), expected)
         except (AssertionError, RuntimeError) as error:
             text = " ".join(str(error).split())
             found.append(f"{call.operator} in {call.source}: {text}")
