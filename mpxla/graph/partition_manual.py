@@ -66,7 +66,7 @@ def partition_manual(
     _check_ranks(nodes, num_ranks, pins, default_rank)
     fixed = fixed or {}
     flow = analyse(nodes, _LINK)
-    pins = {i: pins[user] for i, user in flow.beside.items() if user in pins} | pins
+    pins = {i: pins[user] for i, user in flow.beside.items() if user in pins} | dict(pins)
     grouped = {member for group in flow.groups for member in group.members}
     pinned: dict[int, frozenset[int]] = {}
     for index in flow.order:
