@@ -48,14 +48,16 @@ printf '127.0.0.1\\n127.0.0.1\\n'
     "srun": """#!/usr/bin/env bash
 [[ "$1" == --kill-on-bad-exit=1 ]] || exit 1
 shift
-SLURM_NODEID=0 "$@" & first=$!
-SLURM_NODEID=1 "$@" & second=$!
+SLURM_NODEID=0 "$@" > "$0.0" & first=$!
+SLURM_NODEID=1 "$@" > "$0.1" & second=$!
 trap 'kill $first $second' TERM
 wait $first || exit 1
-wait $second
+wait $second || exit 1
+cat "$0.0" "$0.1"
 """,
 }
-"""Slurm's programs, with two nodes on this machine."""
+"""Slurm's programs, with two nodes on this machine. Each has a file for what it prints: long lines
+of two processes would be mixed in one pipe."""
 
 
 def environment_of_ranks() -> dict[str, str]:
