@@ -259,7 +259,7 @@ class StepSemantics(TorchFunctionMode):
 def _is_absent(value: torch.Tensor) -> bool:
     """Whether a tensor was computed from parameters of other ranks, which have its values."""
     known = (torch.Tensor, nn.Parameter, FakeTensor)
-    return value.device.type == "meta" and type(value) not in known
+    return type(value) not in known and value.device.type == "meta"
 
 
 @contextlib.contextmanager
