@@ -29,6 +29,7 @@ EARLY_REDUCTION = 2
 """How many times smaller than the inputs it needs a value must be to be computed on stage 0."""
 
 _NUMBER_BYTES = 8
+"""Of the largest single number, a float64."""
 
 
 class Role(Enum):

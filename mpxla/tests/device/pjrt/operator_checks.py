@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from mpxla.device.pjrt.arrays import copy_to_device, host_copies
-from mpxla.device.pjrt.compiling import CPU
+from mpxla.device.pjrt.compiling import compile_lowered
 from mpxla.device.pjrt.graphs import as_function
 from mpxla.tests.device.pjrt.operator_calls import Call
 
@@ -106,7 +106,7 @@ def differences(calls: Sequence[Call]) -> list[str]:
         program = jax.jit(
             lambda given: [run(call, a) for call, a in zip(calls, given, strict=True)]
         )
-        results = program.lower(given).compile(CPU)(given)
+        results = compile_lowered(program.lower(given), jax.default_backend())(given)
     except Exception as error:  # one at a time, then
         if len(calls) > 1:
             return [text for call in calls for text in differences([call])]
