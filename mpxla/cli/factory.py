@@ -23,15 +23,15 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
-from mpxla.graph.capture import Known, capture_step, with_values_if_needed
-from mpxla.graph.capture_floats import Floats
-from mpxla.graph.recorder import current_recorder
-from mpxla.graph.sequence import divide_sequences
-from mpxla.graph.split_dims import check_split_dims
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import Known, capture_step, with_values_if_needed
+from mpxla.graph.python.floats import Floats
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.tensor.sequence import divide_sequences
+from mpxla.graph.tensor.split_dims import check_split_dims
+from mpxla.graph.tensor.varying import mark_varying
+from mpxla.graph.tensor.vocabulary import divide_losses
 from mpxla.graph.user_code import until_captured
-from mpxla.graph.varying import mark_varying
-from mpxla.graph.vocabulary import divide_losses
 from mpxla.nn.distribute import first_part
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.model_watch import model_flags

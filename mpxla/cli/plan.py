@@ -14,7 +14,7 @@ from mpxla.cli.paper import paper_options, parse_devices, run_on_paper
 from mpxla.cli.schedule import DEFAULT_STAGES, schedule_keys, schedule_options
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
-from mpxla.graph.partition_report import format_size
+from mpxla.graph.partition.report import format_size
 from mpxla.schedule.render import render_text
 from mpxla.tables import table
 

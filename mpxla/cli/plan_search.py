@@ -15,7 +15,7 @@ from mpxla.config import Config
 from mpxla.device.backend import Lowering
 from mpxla.errors import ConfigError, ScheduleError
 from mpxla.graph.cost import MachineModel
-from mpxla.graph.partition_report import format_size
+from mpxla.graph.partition.report import format_size
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.runtime.cut import CutStep, cut_step
 from mpxla.runtime.forecast import Forecast, forecast, predict_costs

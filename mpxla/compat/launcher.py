@@ -22,7 +22,7 @@ from mpxla.compat.patching import Patches
 from mpxla.compat.processes import nccl_means_gloo, ranks_told
 from mpxla.compat.settings import Pipeline, trainer_variables
 from mpxla.env import read_environment, set_variables
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.log import get_logger
 from mpxla.user_lines import at_script_line, script_line_of
 

@@ -1,5 +1,7 @@
 """From captured step to stages: the graph, its costs, its partition and its split.
 
-The modules of this package pass plain data to each other; the partitioner (``partition*.py``) uses
-neither torch nor torch_xla. Import the module that defines a name: nothing is re-exported here.
+`capture/` makes the graph of a step; `python/` is about what Python does besides. `chosen/` gives
+rows that masks choose a fixed size, and `tensor/` splits tensors over ranks. `partition/` finds the
+stage of every node; it uses neither torch nor torch_xla. The modules pass plain data to each other.
+Import the module that defines a name: nothing is re-exported here.
 """

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from mpxla.graph.later_values import LATER, reads_of
-from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, SavedTensor
+from mpxla.graph.partition.words import GraphNode, NodeCost, NodeKind, SavedTensor
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import (
     InputKind,

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture_flags import Flags
+from mpxla.graph.capture.flags import Flags
 from mpxla.graph.functions import applied
 from mpxla.graph.normalize import free_layouts, has_writes
 from mpxla.graph.recurrent import LAYER, unrolled

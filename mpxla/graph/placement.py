@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from mpxla.errors import PartitionError
-from mpxla.graph.partition_modules import parents
+from mpxla.graph.partition.modules import parents
 from mpxla.graph.stepgraph import InputKind, StepGraph, module_path
 from mpxla.graph.user_code import line_of
 

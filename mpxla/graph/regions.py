@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from mpxla.errors import PartitionError
-from mpxla.graph.partition_modules import common_path
+from mpxla.graph.partition.modules import common_path
 from mpxla.graph.stepgraph import StepGraph, module_path
 
 __all__ = ["CHECKPOINTED", "Checkpointed", "Layers", "Region", "check_regions", "region_of", "tag"]

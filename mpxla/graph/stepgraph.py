@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mpxla.graph.decisions import Decisions
-from mpxla.graph.recorded import Recorded
-from mpxla.graph.rewritten import rewritten_paths
+from mpxla.graph.python.decisions import Decisions
+from mpxla.graph.python.recorded import Recorded
+from mpxla.graph.python.rewritten import rewritten_paths
 from mpxla.graph.typed import outputs_of, schema_of
 from mpxla.graph.user_code import line_of
 
@@ -174,7 +174,7 @@ class StepGraph:
         modules: those that the step uses and no distributed model holds.
         looking: parameters with hooks that are called with the gradient when the step has run.
         accumulated: those with hooks that are called with the parameter then.
-        asked: the user's lines that ask for values which depend on the model (`answers.py`).
+        asked: the user's lines that ask for values which depend on the model (`python/answers.py`).
         gone: attributes of modules that had tensors of the step, and have them no more.
         is_question: whether the step computes what they ask for, and not what comes after it.
         flags: what the step sets as `requires_grad` of parameters.

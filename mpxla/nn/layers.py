@@ -11,7 +11,7 @@
 A layer of the user's becomes one in place: it keeps its parameters, which get smaller, its name,
 its hooks and the modules that share its weights. What it is called with is equal on all ranks
 (column, vocabulary) or this rank's part (row); gradients of equal values become whole where they
-meet varying ones, see `graph/varying.py`.
+meet varying ones, see `graph/tensor/varying.py`.
 """
 
 import functools

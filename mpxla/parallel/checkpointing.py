@@ -15,7 +15,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 from mpxla.errors import MpxlaError
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.regions import CHECKPOINTED, Checkpointed
 from mpxla.user_lines import at_script_line
 

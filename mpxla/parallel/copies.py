@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from mpxla.comm.transport import Group
 from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError, StepError
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.distribute import check_wholes, without_shards
 from mpxla.parallel.contents import PartitionedModule

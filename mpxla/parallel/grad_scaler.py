@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler as TorchScaler
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import MpxlaError, StepError
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.parallel.loss_scale import overflow_text
 from mpxla.session import current, is_initialized

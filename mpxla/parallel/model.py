@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from mpxla.comm.transport import Group, Members
 from mpxla.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.errors import CaptureError, MpxlaError, StepError
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.log import warn_once
 from mpxla.nn.distribute import (
     check_wholes,

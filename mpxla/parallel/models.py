@@ -15,9 +15,9 @@ from torch import nn
 
 from mpxla.comm.transport import Group
 from mpxla.errors import ConfigError, MpxlaError, PeerFailure, RankMismatch
-from mpxla.graph.partition_report import format_report
+from mpxla.graph.partition.report import format_report
+from mpxla.graph.tensor.varying import split_parameters
 from mpxla.graph.user_code import at_user_line
-from mpxla.graph.varying import split_parameters
 from mpxla.log import get_logger
 from mpxla.parallel.combined import ModelReducers
 from mpxla.parallel.copies import lending

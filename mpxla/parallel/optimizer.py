@@ -13,7 +13,7 @@ import torch
 from mpxla.checkpoint.single import load, save
 from mpxla.config import Config
 from mpxla.errors import MpxlaError, StepError
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger, warn_once
 from mpxla.nn.distribute import refuse_with_shards

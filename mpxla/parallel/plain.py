@@ -94,7 +94,7 @@ class _Note:
     """
 
     is_internal = True
-    """Others are the user's (`graph/gradient_hooks.py`)."""
+    """Others are the user's (`graph/capture/gradient_hooks.py`)."""
 
     def __init__(self, owner: PlainBackward, name: str):
         self._owner = weakref.ref(owner)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mpxla.graph.carried import forget_carried
+from mpxla.graph.capture.carried import forget_carried
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.layers import make_whole
 from mpxla.parallel.sharded import refuse_with_parts

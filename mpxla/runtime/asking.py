@@ -1,4 +1,4 @@
-"""Calls of step functions that branch on values which depend on the model (`graph/answers.py`).
+"""Calls of step functions that branch on values of the model (`graph/python/answers.py`).
 
 What Python asks for is computed before the step runs, by questions: plans of the step up to there,
 which tell all answers so far. A question runs for the microbatches that may go its way, and those
@@ -18,8 +18,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from mpxla.graph.answers import Guess
-from mpxla.graph.questions import draws_alike
+from mpxla.graph.python.answers import Guess
+from mpxla.graph.python.questions import draws_alike
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
 from mpxla.runtime.call import Call, as_inputs

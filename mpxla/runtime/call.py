@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mpxla.graph.counted import as_count
-from mpxla.graph.draws import Draw, Drawer
+from mpxla.graph.python.counted import as_count
+from mpxla.graph.python.draws import Draw, Drawer
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.rewriting import problem_of_memory
 from mpxla.runtime.signature import Signature, with_constants

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError, RankMismatch, StepError
-from mpxla.graph.draws import Draw, Drawer
-from mpxla.graph.plain import Read
-from mpxla.graph.python_state import OnceRead
+from mpxla.graph.python.draws import Draw, Drawer
+from mpxla.graph.python.plain import Read
+from mpxla.graph.python.state import OnceRead
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.runtime.asking import Asking

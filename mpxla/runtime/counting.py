@@ -12,7 +12,7 @@ This module must not know how ranks agree on a call.
 from collections.abc import Mapping
 from typing import Any
 
-from mpxla.graph.counted import FollowedRead, as_count
+from mpxla.graph.python.counted import FollowedRead, as_count
 from mpxla.log import warn_once
 from mpxla.runtime.call import Call, as_drawn, counted
 from mpxla.runtime.model_watch import ModelView

@@ -11,9 +11,9 @@ from torch import fx
 from mpxla.config import Config
 from mpxla.device.backend import Lowering
 from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
-from mpxla.graph.partition import Partition, SavedTensor
-from mpxla.graph.partition_auto import partition_auto
-from mpxla.graph.partition_manual import partition_manual
+from mpxla.graph.partition.auto import partition_auto
+from mpxla.graph.partition.manual import partition_manual
+from mpxla.graph.partition.words import Partition, SavedTensor
 from mpxla.graph.placement import rank_of
 from mpxla.graph.regions import check_regions
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages

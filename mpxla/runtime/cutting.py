@@ -16,16 +16,16 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
-from mpxla.graph.numbers_of_ways import LeftNames
-from mpxla.graph.partition import SavedTensor
+from mpxla.graph.partition.words import SavedTensor
 from mpxla.graph.placement import check_placement
-from mpxla.graph.plain import Read
-from mpxla.graph.python_state import PythonState
-from mpxla.graph.sequence import divide_sequences
-from mpxla.graph.split_dims import check_split_dims
+from mpxla.graph.python.numbers_of_ways import LeftNames
+from mpxla.graph.python.plain import Read
+from mpxla.graph.python.state import PythonState
 from mpxla.graph.stepgraph import OutputKind, StepGraph, without_inputs
-from mpxla.graph.varying import mark_varying
-from mpxla.graph.vocabulary import divide_losses
+from mpxla.graph.tensor.sequence import divide_sequences
+from mpxla.graph.tensor.split_dims import check_split_dims
+from mpxla.graph.tensor.varying import mark_varying
+from mpxla.graph.tensor.vocabulary import divide_losses
 from mpxla.log import get_logger
 from mpxla.runtime.automatic import (
     bytes_of_divided,

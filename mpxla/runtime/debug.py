@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.stepgraph import Check, Print
 from mpxla.graph.user_code import at_user_line
 from mpxla.session import current, is_initialized

@@ -16,9 +16,9 @@ from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.alike import lines_of
 from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
-from mpxla.graph.plain import Read
-from mpxla.graph.questions import told_by_buffers
-from mpxla.graph.rewritten import Rewritten
+from mpxla.graph.python.plain import Read
+from mpxla.graph.python.questions import told_by_buffers
+from mpxla.graph.python.rewritten import Rewritten
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger

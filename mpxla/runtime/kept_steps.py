@@ -19,10 +19,10 @@ from mpxla.graph.fingerprint import (
     layouts,
     torch_settings,
 )
-from mpxla.graph.partition import SavedTensor
+from mpxla.graph.partition.words import SavedTensor
 from mpxla.graph.portable import dumped, loaded
 from mpxla.graph.stepgraph import StepGraph, module_path
-from mpxla.graph.varying import VARYING
+from mpxla.graph.tensor.varying import VARYING
 from mpxla.kept import Kept, key_of
 from mpxla.runtime.activations import PlannedStage
 from mpxla.runtime.saved import saved_tensors

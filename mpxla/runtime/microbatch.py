@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.errors import StepError
-from mpxla.graph.sparse import Sparse, with_sparse_opened
+from mpxla.graph.capture.sparse import Sparse, with_sparse_opened
 from mpxla.log import warn_once
 from mpxla.runtime.containers import open_object
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from mpxla.graph.gradient_hooks import hooks_of
-from mpxla.graph.held_tensors import held_names
-from mpxla.graph.plain import Read
+from mpxla.graph.capture.gradient_hooks import hooks_of
+from mpxla.graph.capture.held_tensors import held_names
+from mpxla.graph.python.plain import Read
 from mpxla.graph.regions import CHECKPOINTED
 from mpxla.runtime.identity import Identities
 

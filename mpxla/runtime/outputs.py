@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.errors import StepError
-from mpxla.graph.left_numbers import RecordRead
+from mpxla.graph.python.left_numbers import RecordRead
 from mpxla.graph.stepgraph import ResultLeaf, StepGraph
 
 __all__ = ["Part", "StepOutput", "build_outputs", "differ_in_form", "leave_numbers"]
@@ -160,7 +160,7 @@ def build_outputs(
 def leave_numbers(
     parts: Sequence[Part], publish: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> None:
-    """Gives places in Python what all microbatches leave there (`graph/recorded.py`).
+    """Gives places in Python what all microbatches leave there (`graph/python/recorded.py`).
 
     Also those of other ranks of a tensor-parallel group, which are counted, too.
     """

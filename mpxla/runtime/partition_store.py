@@ -15,8 +15,8 @@ from typing import Any
 from mpxla.config import Config
 from mpxla.errors import PartitionError
 from mpxla.graph.cost import PartitionProblem
-from mpxla.graph.partition import Partition
-from mpxla.graph.partition_file import load_partition, save_partition
+from mpxla.graph.partition.file import load_partition, save_partition
+from mpxla.graph.partition.words import Partition
 from mpxla.log import get_logger
 
 __all__ = ["cut_settings", "read_decision", "write_decision"]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mpxla.errors import StepError
+from mpxla.graph.partition.twins import Path, find_twins
 from mpxla.graph.split import trained_by
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.twins import Path, find_twins
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.partition_store import cut_settings

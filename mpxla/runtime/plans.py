@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from mpxla.graph.counted import CountRead, FollowedRead, as_count
-from mpxla.graph.held_objects import ObjectRead
-from mpxla.graph.left_numbers import RecordRead
-from mpxla.graph.numbers_of_ways import DecidingRead, LeftNamesRead
-from mpxla.graph.python_state import OnceRead
-from mpxla.graph.questions import state_read
+from mpxla.graph.python.counted import CountRead, FollowedRead, as_count
+from mpxla.graph.python.held_objects import ObjectRead
+from mpxla.graph.python.left_numbers import RecordRead
+from mpxla.graph.python.numbers_of_ways import DecidingRead, LeftNamesRead
+from mpxla.graph.python.questions import state_read
+from mpxla.graph.python.state import OnceRead
 from mpxla.log import get_logger
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.model_watch import ModelView
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def is_question(self) -> bool:
-        """Whether it only tells what Python asks for (`graph/answers.py`)."""
+        """Whether it only tells what Python asks for (`graph/python/answers.py`)."""
         return self.cut.step.is_question
 
     @cached_property

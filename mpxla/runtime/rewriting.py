@@ -1,7 +1,7 @@
 """Arguments that step functions change in place: what forbids it, and where new values go.
 
-Each microbatch changes a copy of its part (`graph/rewritten.py`). The parts of the caller's tensors
-take the new values when all microbatches have run, on every rank that has such tensors.
+Each microbatch changes a copy of its part (`graph/python/rewritten.py`). The parts of the caller's
+tensors take the new values when all microbatches have run, on every rank that has such tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from mpxla.graph.rewritten import Rewritten
+from mpxla.graph.python.rewritten import Rewritten
 from mpxla.runtime.containers import open_containers
 from mpxla.runtime.signature import Signature
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mpxla.device.backend import Lowering
-from mpxla.graph.partition import SavedTensor
+from mpxla.graph.partition.words import SavedTensor
 from mpxla.graph.regions import Region, region_of
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, module_path

@@ -21,11 +21,11 @@ import torch.utils._pytree as pytree
 from mpxla.comm.codec import can_travel, register
 from mpxla.comm.packing import describe
 from mpxla.errors import RankMismatch
-from mpxla.graph.capture import NumberLeaf, TensorLeaf
+from mpxla.graph.capture.step import NumberLeaf, TensorLeaf
 from mpxla.graph.casts import active_autocast
-from mpxla.graph.counted import Count
-from mpxla.graph.draws import Draw
-from mpxla.graph.number import Number
+from mpxla.graph.python.counted import Count
+from mpxla.graph.python.draws import Draw
+from mpxla.graph.python.number import Number
 from mpxla.runtime.containers import flatten_opened, open_containers
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.structure import describe_structure, rebuild_structure

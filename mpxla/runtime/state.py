@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpxla.delayed import forget, is_delayed, materialize
 from mpxla.errors import MpxlaError
-from mpxla.graph.capture_hooks import refuse_gradient_hooks
-from mpxla.graph.carried import CarriedTensor
-from mpxla.graph.held_tensors import held_tensors
-from mpxla.graph.tensor_places import HeldTensor, set_by_users
+from mpxla.graph.capture.carried import CarriedTensor
+from mpxla.graph.capture.held_tensors import held_tensors
+from mpxla.graph.capture.hooks import refuse_gradient_hooks
+from mpxla.graph.capture.tensor_places import HeldTensor, set_by_users
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard

@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 
 from mpxla.errors import MpxlaError, StepError
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.log import warn_once
 from mpxla.runtime.microbatch import SplitRule
 from mpxla.session import current

@@ -12,34 +12,34 @@ from typing import Any
 import torch
 
 from mpxla.errors import CaptureError
-from mpxla.graph.answers import Guess
-from mpxla.graph.attempt import Attempt, restore
-from mpxla.graph.capture import Known, capture_step, with_values_if_needed
-from mpxla.graph.capture_attributes import (
+from mpxla.graph.capture.carried import settle
+from mpxla.graph.capture.reads import ModuleRead, ValueRead
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import Known, capture_step, with_values_if_needed
+from mpxla.graph.python.answers import Guess
+from mpxla.graph.python.attempt import Attempt, restore
+from mpxla.graph.python.attributes import (
     attributes_noted,
     note_content,
     outside_values,
     without_counted,
 )
-from mpxla.graph.capture_floats import Floats
-from mpxla.graph.capture_reads import ModuleRead, ValueRead
-from mpxla.graph.capture_sources import (
+from mpxla.graph.python.container_state import tensor_entries
+from mpxla.graph.python.counted import Counting
+from mpxla.graph.python.draws import Drawer, Draws
+from mpxla.graph.python.floats import Floats
+from mpxla.graph.python.held_objects import held_objects
+from mpxla.graph.python.left_numbers import RecordRead, StandIns, numbers_left
+from mpxla.graph.python.plain import Read
+from mpxla.graph.python.reach import outside, places_in
+from mpxla.graph.python.recorded import Recording
+from mpxla.graph.python.rewritten import ChangedArgumentError, RewrittenError, with_copies
+from mpxla.graph.python.sources import (
     argument_without_iterator,
     iterators_refused,
     random_numbers_noted,
 )
-from mpxla.graph.carried import settle
-from mpxla.graph.container_state import tensor_entries
-from mpxla.graph.counted import Counting
-from mpxla.graph.draws import Drawer, Draws
-from mpxla.graph.held_objects import held_objects
-from mpxla.graph.left_numbers import RecordRead, StandIns, numbers_left
-from mpxla.graph.plain import Read
-from mpxla.graph.python_state import PythonState
-from mpxla.graph.reach import outside, places_in
-from mpxla.graph.recorded import Recording
-from mpxla.graph.recorder import current_recorder
-from mpxla.graph.rewritten import ChangedArgumentError, RewrittenError, with_copies
+from mpxla.graph.python.state import PythonState
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import OutsideWriteError, UndecidedError, ValueNeededError
 from mpxla.kept import Kept
@@ -77,7 +77,7 @@ class Tracing:
         """Captures a step with as many of its floats as inputs as Python lets it.
 
         Without a drawer, random numbers of Python stay as they are. Python may ask for values that
-        depend on the model (`graph/answers.py`) if it `may_ask`.
+        depend on the model (`graph/python/answers.py`) if it `may_ask`.
 
         Returns:
             The signature has constants in the places of floats whose value Python needs, what the

@@ -33,8 +33,8 @@ from mpxla.graph.functions import applied
 from mpxla.graph.later_values import LATER, put_in_place
 from mpxla.graph.recurrent import LAYER, unrolled
 from mpxla.graph.stepgraph import describe
+from mpxla.graph.tensor.varying import VARYING, draws_for_part
 from mpxla.graph.typed import outputs_of, target_of
-from mpxla.graph.varying import VARYING, draws_for_part
 from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
 from mpxla.stage.cleanup import simplify
 from mpxla.stage.joint import trace_alone, trace_joint

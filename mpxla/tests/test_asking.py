@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.graph import answers
+from mpxla.graph.python import answers
 from mpxla.runtime import asking
 from mpxla.tests.clients import close, host, logged
 from mpxla.tests.ranks.run import run_ranks

@@ -1,6 +1,6 @@
 """Training by step functions that leave `requires_grad` of parameters changed.
 
-What one microbatch does is tested without ranks (`graph/test_capture_flags.py`), and the training
+What one microbatch does is tested without ranks (`graph/capture/test_flags.py`), and the training
 of two models in `test_several_models.py`.
 """
 

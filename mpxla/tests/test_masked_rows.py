@@ -9,9 +9,9 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import StepError
-from mpxla.graph import capture as capturing
+from mpxla.graph.capture import step as capturing
 from mpxla.tests.clients import train_each, train_each_plainly
-from mpxla.tests.graph.test_chosen import (
+from mpxla.tests.graph.chosen.test_chosen import (
     Model,
     asked,
     at_places,
@@ -26,7 +26,7 @@ from mpxla.tests.graph.test_chosen import (
     slices,
     writes,
 )
-from mpxla.tests.graph.test_chosen_order import by_number, classes, distinct, greatest, in_order
+from mpxla.tests.graph.chosen.test_order import by_number, classes, distinct, greatest, in_order
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.graph.capture_functions import torchs_recurrences
+from mpxla.graph.capture.functions import torchs_recurrences
 from mpxla.session import current
-from mpxla.tests.graph.test_packed import FUNCTIONS, MORE, Model, captions, in_time
+from mpxla.tests.graph.chosen.test_packed import FUNCTIONS, MORE, Model, captions, in_time
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:LSTM with projections")]
@@ -77,7 +77,7 @@ slow = pytest.mark.slow
     ("num_stages", "backend", "functions"),
     [
         (1, "pjrt", [in_time]),
-        # Values and gradients of every function are tested in `graph/test_packed.py`.
+        # Values and gradients of every function are tested in `graph/chosen/test_packed.py`.
         pytest.param(1, "torch_xla", ALL[::6], marks=slow),
         pytest.param(2, "pjrt", ALL[3::6], marks=slow),
         pytest.param(2, "torch_xla", [captions], marks=slow),

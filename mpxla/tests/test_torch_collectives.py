@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import all_reduce as all_reduce_by_name
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture_collectives import Replicas
+from mpxla.graph.capture.collectives import Replicas
 from mpxla.tests.backends import on_device
 from mpxla.tests.clients import REPLICAS, data, raw_model, refused_in_a_step, start
 from mpxla.tests.ranks.run import run_ranks

@@ -10,7 +10,7 @@ import jax
 from mpxla.device.pjrt.arrays import Device
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError
-from mpxla.graph.partition_report import format_size
+from mpxla.graph.partition.report import format_size
 
 __all__ = ["counters", "explained"]
 

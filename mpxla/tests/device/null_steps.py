@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from mpxla.config import Config
-from mpxla.graph.capture import capture_step
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import capture_step
 from mpxla.runtime.cut import cut_step
 from mpxla.runtime.plan import StepPlan, compile_stages
 from mpxla.runtime.scheduling import schedule_step

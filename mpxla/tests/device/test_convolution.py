@@ -183,8 +183,8 @@ def test_one_number_may_stand_for_all_dimensions():
 
 def operators_of_stage(is_host):
     from mpxla.config import Config
-    from mpxla.graph.capture import capture_step
-    from mpxla.graph.recorder import current_recorder
+    from mpxla.graph.capture.recorder import current_recorder
+    from mpxla.graph.capture.step import capture_step
     from mpxla.runtime.cut import cut_step
     from mpxla.stage.lower import TracedStage
 

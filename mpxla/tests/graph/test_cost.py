@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from mpxla.graph import cost
-from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.graph.cost import MachineModel, build_problem
-from mpxla.graph.partition import NodeKind
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.partition.words import NodeKind
 from mpxla.runtime.state import ModelState
 
 pytestmark = pytest.mark.unit

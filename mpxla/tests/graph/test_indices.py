@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.graph import indices
-from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.graph.indices import find_index_uses, indices_of_inputs, with_extremes
 from mpxla.graph.stepgraph import OutputKind
 from mpxla.runtime.state import ModelState

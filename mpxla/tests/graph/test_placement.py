@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpxla.errors import PartitionError
-from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.graph.placement import check_placement, rank_of
-from mpxla.graph.recorder import current_recorder
 from mpxla.graph.stepgraph import module_path
 from mpxla.graph.user_code import line_of
 from mpxla.runtime.state import ModelState

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.graph.capture import TensorLeaf
-from mpxla.graph.capture_functions import torchs_recurrences
+from mpxla.graph.capture.functions import torchs_recurrences
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import TensorLeaf
 from mpxla.graph.cost import MachineModel, build_problem
-from mpxla.graph.recorder import current_recorder
 from mpxla.graph.recurrent import LAYER
-from mpxla.tests.graph.test_capture import capture, outputs_of
+from mpxla.tests.graph.capture.test_capture import capture, outputs_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:LSTM with projections")]
 

@@ -7,10 +7,10 @@ from torch._decomp import decomposition_table
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.graph.shapes import static_shapes, vector_norm
 from mpxla.runtime.state import ModelState
-from mpxla.tests.graph.test_capture import run
+from mpxla.tests.graph.capture.test_capture import run
 
 pytestmark = pytest.mark.unit
 

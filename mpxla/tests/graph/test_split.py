@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpxla.graph.capture import TensorLeaf, capture_step
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind
 from mpxla.runtime.state import ModelState

@@ -14,15 +14,15 @@ import torch
 from torch import fx, nn
 
 from mpxla.comm.transport import Members
-from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.graph.collectives import TENSOR_GROUP, is_collective
-from mpxla.graph.recorder import current_recorder
-from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split import split_stages
-from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph, is_random
-from mpxla.graph.varying import mark_varying
-from mpxla.graph.vocabulary import divide_losses
+from mpxla.graph.tensor.sequence import divide_sequences
+from mpxla.graph.tensor.split_dims import check_split_dims
+from mpxla.graph.tensor.varying import mark_varying
+from mpxla.graph.tensor.vocabulary import divide_losses
 from mpxla.nn.distribute import distribute, exchange_registered, set_tensor_parallelism
 from mpxla.nn.shards import Shard
 from mpxla.runtime.state import ModelState

@@ -10,7 +10,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.tests.ranks.run import run_ranks
 
 STAGES = 2

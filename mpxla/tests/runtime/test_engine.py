@@ -14,8 +14,8 @@ from mpxla.comm.stall import Progress
 from mpxla.config import Config
 from mpxla.env import LaunchEnv
 from mpxla.errors import LoweringError, MpxlaError, PeerFailure, RankMismatch, StepError
+from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.cost import MachineModel
-from mpxla.graph.recorder import current_recorder
 from mpxla.runtime import calls, cutting
 from mpxla.runtime.automatic import Choice
 from mpxla.runtime.control import AnnouncedError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import RankMismatch
-from mpxla.graph.capture import TensorLeaf
+from mpxla.graph.capture.step import TensorLeaf
 from mpxla.runtime.containers import open_object
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.model_watch import model_flags

@@ -9,7 +9,7 @@ from mpxla.tests.backends import backend_here
 def middle_stage(module, shape, for_speed=False):
     """The stage in the middle of three, which has inputs with gradients and parameters."""
     from mpxla.config import Config
-    from mpxla.graph.capture import capture_step
+    from mpxla.graph.capture.step import capture_step
     from mpxla.runtime.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
@@ -27,7 +27,7 @@ def middle_stage(module, shape, for_speed=False):
     objects = {name: name for name in dict(model.named_parameters())}
 
     def step(leaves):
-        from mpxla.graph.recorder import current_recorder
+        from mpxla.graph.capture.recorder import current_recorder
 
         loss = model(*leaves)
         current_recorder().backward(loss, None)

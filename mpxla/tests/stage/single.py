@@ -60,8 +60,8 @@ def differences(
 
 def _lowered(model, x):
     from mpxla.config import Config
-    from mpxla.graph.capture import capture_step
-    from mpxla.graph.recorder import current_recorder
+    from mpxla.graph.capture.recorder import current_recorder
+    from mpxla.graph.capture.step import capture_step
     from mpxla.runtime.cut import cut_step
     from mpxla.stage.lower import TracedStage
 

@@ -9,9 +9,9 @@ from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.transport import Members
 from mpxla.config import Config
 from mpxla.device.eager import EagerBackend
-from mpxla.graph.capture import capture_step
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import capture_step
 from mpxla.graph.collectives import is_collective
-from mpxla.graph.recorder import current_recorder
 from mpxla.runtime.cut import cut_step
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard

@@ -13,8 +13,8 @@ from torch import nn
 
 from mpxla.config import Config
 from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
-from mpxla.graph.capture import capture_step
-from mpxla.graph.recorder import current_recorder
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.step import capture_step
 from mpxla.runtime.cut import CutStep, cut_step
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.plan import compile_stages

@@ -1,0 +1,1 @@
+"""Capture of a step function: user code, model and loss become one functional graph."""

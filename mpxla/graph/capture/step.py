@@ -1,0 +1,564 @@
+"""Capture of a step function: user code, model and loss become one functional graph.
+
+The user's function runs once under `torch.export` (non-strict) with fake tensors in place of all
+parameters, buffers and inputs, so capture needs no memory and no device, and works the same before
+and after partitioning, when a rank no longer holds most parameters. `model.backward(loss)` records
+what is differentiated and does nothing else.
+
+This module must not know about stages, ranks or devices other than the host.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpxla.errors import CaptureError, MpxlaError
+from mpxla.graph.capture.carried import carry_written
+from mpxla.graph.capture.checkpoints import checkpoints_noted
+from mpxla.graph.capture.constants import masks_decided
+from mpxla.graph.capture.flags import Flags, ThawedError
+from mpxla.graph.capture.functional import functionalize
+from mpxla.graph.capture.functional_step import (
+    Constants,
+    FunctionalStep,
+    constants_of,
+    functional_step,
+)
+from mpxla.graph.capture.gradient_hooks import Hook, hook_parameter, hooks_of, module_hooks_captured
+from mpxla.graph.capture.hooks import (
+    optimizers_refused,
+    own_backwards_captured,
+    refuse_gradient_hooks,
+)
+from mpxla.graph.capture.kept_program import recall_step
+from mpxla.graph.capture.modes import (
+    StepSemantics,
+    assigned_buffers_written,
+    carried_attributes_written,
+    parameter_attributes_written,
+    traceable,
+)
+from mpxla.graph.capture.modules import modules_noted
+from mpxla.graph.capture.pieces import Joins
+from mpxla.graph.capture.recorder import BackwardRecorder, recording_to
+from mpxla.graph.capture.sparse import refuse_sparse
+from mpxla.graph.capture.tensor_places import Attribute, NewAttributesError
+from mpxla.graph.capture.transforms import transforms_captured
+from mpxla.graph.casts import without_autocast
+from mpxla.graph.chosen.none import needs_no_rows, without_checks
+from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
+from mpxla.graph.python.answers import Answers, Guess, Undecided
+from mpxla.graph.python.counts import Counts, RaisesError, without_exception
+from mpxla.graph.python.decisions import Decisions, Tape
+from mpxla.graph.python.floats import Floats
+from mpxla.graph.python.number import Later, is_number, numbers_in_math
+from mpxla.graph.python.questions import as_question
+from mpxla.graph.python.recorded import Recorded
+from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
+from mpxla.graph.user_code import OutsideWriteError, UndecidedError, ValueNeededError, explain
+from mpxla.kept import Kept
+from mpxla.log import get_logger, warn_once
+
+__all__ = [
+    "Known",
+    "NumberLeaf",
+    "TensorLeaf",
+    "capture_step",
+    "with_values_if_needed",
+]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """Shape and dtype of one tensor among the inputs of a step, for one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class NumberLeaf(TensorLeaf):
+    """A Python float of the call that is an input of the program, float64 of shape [].
+
+    `value` is the one of the call that is captured; others are served as well.
+    """
+
+    value: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Values of the tensors among the inputs of a step, for one microbatch, on the host.
+
+    `decide_sizes`: whether what masks among them choose has its number of rows, so that inputs
+    with another number need another graph.
+    """
+
+    values: tuple[torch.Tensor, ...]
+    decide_sizes: bool
+
+
+def with_values_if_needed(
+    capture: Callable[[Known | None], T],
+    values: Callable[[], Sequence[torch.Tensor]],
+    are_needed: bool = False,
+) -> T:
+    """Captures a step without the values of its inputs; if it needs them, with as few as will do.
+
+    Args:
+        capture: captures with values, or without; may raise `ValueNeededError`.
+        values: gives the tensor leaves of one microbatch.
+        are_needed: whether it is known that it needs some.
+
+    Raises:
+        CaptureError: it cannot be captured.
+    """
+    try:
+        if not are_needed:
+            return capture(None)
+    except ValueNeededError as error:
+        get_logger().debug("captured with values of the inputs, since %s", error)
+    given = tuple(values())
+    with contextlib.suppress(ValueNeededError):
+        return capture(Known(given, decide_sizes=False))
+    return capture(Known(given, decide_sizes=True))
+
+
+@dataclass
+class _Returned:
+    """What one run of the step function returned, apart from the tensors themselves."""
+
+    leaves: list[ResultLeaf] = field(default_factory=list)
+    spec: Any = None
+    num_objectives: int = 0
+    decisions: Decisions | None = None
+    recorded: tuple[Recorded, ...] = ()
+    numbers: tuple[int, ...] = ()
+    prints: tuple[Print, ...] = ()
+    semantics: StepSemantics | None = None
+    modules: list[nn.Module] = field(default_factory=list)
+    written: frozenset[str] = frozenset()
+    flags: dict[str, LeftFlag] = field(default_factory=dict)
+    untrained: set[str] = field(default_factory=set)
+    thawed: set[str] = field(default_factory=set)
+    new: list[Attribute] = field(default_factory=list)
+    looking: list[tuple[str, Hook]] = field(default_factory=list)
+    asked: tuple[str, ...] = ()
+    is_question: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What is to be captured: see `capture_step`, whose arguments these are."""
+
+    function: Callable[[Sequence[torch.Tensor]], Any]
+    model: nn.Module
+    leaves: Sequence[TensorLeaf]
+    canonical_names: dict[str, str]
+    known: Known | None
+    kept: Kept
+    answers: tuple[int, ...] | None
+    left: Mapping[str, Any]
+    thawed: set[str]
+    replicas: Sequence[int]
+    floats: Floats
+    joins: Joins = field(default_factory=Joins)
+
+
+class _StepModule(nn.Module):
+    """Model and step function as one module, as `torch.export` wants it.
+
+    Calls the function, flattens what it returns, and adds the differentiated scalars. What is not
+    a tensor goes to `returned`, one object for the module's lifetime: export refuses modules whose
+    own attributes change in `forward`.
+    """
+
+    def __init__(self, asked: _Asked, counts: Counts, lines: tuple[str, ...] | None):
+        super().__init__()
+        real = dict(asked.model.named_parameters())
+        self._real = lambda: real  # no dictionary: export compares what modules hold
+        self.model = asked.model
+        self._asked, self._counts, self._lines = asked, counts, lines
+        self.returned = _Returned()
+        self.attributes: list[Attribute] = []
+        self.hooks: dict[str, list[Hook]] = {}
+
+    def _hook_parameters(self) -> None:
+        for name, hooks in self.hooks.items():
+            parameter = self.model.get_parameter(name)
+            if parameter.requires_grad and torch.is_grad_enabled():
+                looking = hook_parameter(parameter, hooks)
+                self.returned.looking += [(name, hook) for hook in looking]
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
+        known = self._asked.known
+        tape = None if known is None else Tape()
+        answers = Answers(self._asked.answers, self._lines)
+        real = {id(parameter): name for name, parameter in self._real().items()}
+        flags = Flags(self.model, self._asked.thawed, real)
+        self.returned.thawed = flags.thawed
+        asked = self._asked
+        semantics = StepSemantics(
+            self._counts, flags, tape, answers, asked.replicas, asked.floats, asked.joins
+        )
+        contents = semantics.writes.contents
+        constants, is_trial = semantics.constants, self._counts.none_at is not None
+        stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        recorder = BackwardRecorder(
+            *(constants.is_known, constants.is_constant, constants.value_of),
+            *(contents.note_backward, is_trial),
+            *(stand_ins, trained),
+        )
+        if known is not None:
+            semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)
+        with recording_to(recorder), contextlib.ExitStack() as stack:
+            stack.callback(flags.release)
+            with (
+                semantics,
+                self._counts.answering(semantics.constants.truth_of),
+                masks_decided(semantics.constants),
+                own_backwards_captured(
+                    contents.read, flags.reentrant, semantics.replicas, constants.know_as
+                ),
+                checkpoints_noted(),
+                modules_noted(self, self.returned.modules),
+                module_hooks_captured(),
+                optimizers_refused(),
+                transforms_captured(),
+                numbers_in_math(self._counts.number_of),
+                assigned_buffers_written(self.model),
+                carried_attributes_written(self.model),
+                parameter_attributes_written(
+                    self.model, self.attributes, semantics.writes.is_copy
+                ) as self.returned.new,
+            ):
+                self._hook_parameters()
+                returned = None
+                with contextlib.suppress(Undecided):
+                    returned = self._asked.function(leaves)
+                for leaf, known_leaf in zip(leaves, asked.leaves, strict=True):
+                    if leaf.shape != known_leaf.shape:
+                        raise CaptureError(
+                            f"The step function changes the shape of an argument in place, from "
+                            f"{list(known_leaf.shape)} to {list(leaf.shape)}. Use x.unsqueeze(0) "
+                            f"in place of x.unsqueeze_(0), and so on."
+                        )
+                answers.check()
+                semantics.selected.check()
+                self.returned.untrained = flags.untrained()
+                if tape is not None:
+                    semantics.constants.leave(self._asked.left, tape)
+                checks = {
+                    Check.FINITE: semantics.constants.finite().items(),
+                    Check.COUNTED: semantics.constants.shapes.counted,
+                    Check.JOINED: semantics.pieces.joined,
+                    Check.NO_ROWS: self._counts.denied,
+                    Check.ROWS: self._counts.asked,
+                }
+                for check, found in checks.items():
+                    recorder.prints += [(line, passed, check) for line, passed in found]
+            state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+            self.returned.written = _names_of(contents.finish(state.values()), self.model)
+            self.returned.flags = flags.left()
+        self.returned.asked = tuple(answers.lines)
+        self.returned.decisions = None if tape is None else tape.decisions()
+        self.returned.semantics = semantics
+        if answers.is_open:
+            return self._ask(answers)
+        refuse_sparse(returned)
+        return self._results(pytree.tree_map_only(torch.Tensor, contents.data, returned), recorder)
+
+    def _results(self, returned: Any, recorder: BackwardRecorder) -> tuple[torch.Tensor, ...]:
+        """What is differentiated, and all that a call of the step has to give."""
+        flat, self.returned.spec = pytree.tree_flatten(returned)
+        self.returned.leaves = leaves_out = []
+        results: list[Any] = []
+        for leaf in flat:
+            if is_number(leaf):
+                leaves_out.append(ResultLeaf(len(results), is_number=True))
+                results.append(leaf.tensor.clone())
+            elif isinstance(leaf, torch.Tensor):
+                leaves_out.append(ResultLeaf(len(results)))
+                results.append(leaf.detach())
+            elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+                leaves_out.append(ResultLeaf(len(results), is_number=True))
+                results.append(leaf)
+            else:
+                _refuse_hidden_tensors(leaf)
+                is_plain = isinstance(leaf, (bool, int, float))
+                leaves_out.append(ResultLeaf(None, is_number=is_plain, value=leaf))
+        numbers = recorder.recording.results
+        self.returned.recorded = recorder.recording.recorded
+        self.returned.numbers = tuple(range(len(results), len(results) + len(numbers)))
+        results += numbers
+        self.returned.prints = tuple(
+            Print(label, len(results) + place, check)
+            for place, (label, _, check) in enumerate(recorder.prints)
+        )
+        results += [value for _, value, _ in recorder.prints]
+        self.returned.num_objectives = len(recorder.objectives)
+        return (*recorder.objectives, *results)
+
+    def _ask(self, answers: Answers) -> tuple[torch.Tensor, ...]:
+        """The results of a question; nothing is shown, differentiated or returned to the user."""
+        returned = self.returned
+        returned.leaves = [ResultLeaf(i, is_number=True) for i, _ in enumerate(answers.asked)]
+        returned.spec = pytree.tree_structure(answers.asked)
+        returned.looking, returned.is_question = [], True
+        return tuple(answers.asked)
+
+
+def _refuse_hidden_tensors(leaf: Any) -> None:
+    if isinstance(leaf, Later):
+        raise TypeError("the step function returns what is made when it has run")
+    held = [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]
+    if held and not isinstance(leaf, nn.Module):
+        raise CaptureError(
+            f"The step function returns an object of type {type(leaf).__name__} that holds tensors "
+            f"({', '.join(held)}). Return tensors in a tuple, list, dict, named tuple or a class "
+            f"registered with torch.utils._pytree.register_pytree_node."
+        )
+
+
+def capture_step(
+    function: Callable[[Sequence[torch.Tensor]], Any],
+    model: nn.Module,
+    leaves: Sequence[TensorLeaf],
+    canonical_names: dict[str, str],
+    known: Known | None = None,
+    kept: Kept | None = None,
+    answers: tuple[int, ...] | None = None,
+    left: Mapping[str, Any] | None = None,
+    thawed: set[str] | None = None,
+    decided: set[str] | None = None,
+    replicas: Sequence[int] = (),
+    floats: Floats | None = None,
+) -> StepGraph:
+    """Captures one microbatch of a step function as a functional graph.
+
+    Runs on the host with fake tensors; parameters of `model` may be on any device, `meta`
+    included. The train/eval mode of the modules and the grad mode are those of the caller.
+
+    Args:
+        function: takes the tensor leaves of the step's inputs and returns what the user's
+            function returns. Calls `model` and `current_recorder().backward`.
+        model: the user's model, which holds every trainable parameter.
+        leaves: shape and dtype of each tensor input, for one microbatch.
+        canonical_names: any name of a parameter or buffer -> the one name used for it (tied
+            parameters have several).
+        known: values of inputs, for a function whose Python needs them. The graph then is the one
+            for all inputs of which Python reads the same.
+        kept: holds the graphs of earlier starts, by what was traced.
+        answers: to what Python asks of values that depend on the model, in order; it may ask more,
+            and the graph then is a question. None if it may not ask.
+        left: has what the function leaves in numbers that it changes, when it has run; for a
+            capture with `known` values.
+        thawed: parameters that are frozen, and that it trains after it has unfrozen them; gets
+            others.
+        decided: the user's lines that ask whether a mask is true anywhere, where the answer is
+            asked for; gets others, if masks choose no rows. None if it may not ask.
+        replicas: ranks that hold the same tensors, this one among them, for collectives.
+        floats: which modules call `float` of what has no value; gets others.
+
+    Raises:
+        AgainError: it trains more of those, gives parameters attributes that they are to have, or
+            calls `float` in other modules.
+        ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
+        CaptureError: Python needs a value that does not follow from inputs; the function uses
+            parameters that do not belong to `model`, relies on hooks or backwards of its own, or
+            returns something that cannot be returned.
+    """
+    kept, left = kept or Kept(), {} if left is None else left  # the function fills it
+    thawed = set() if thawed is None else thawed
+    floats = Floats() if floats is None else floats
+    asked = _Asked(
+        *(function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas),
+        floats,
+    )
+    while True:
+        try:
+            step, raises_at, decided_at = without_exception(
+                lambda counts: _captured(asked, counts), decided or ()
+            )
+            break
+        except Exception:
+            if asked.joins.are_whole or not asked.joins.are_open:
+                raise
+            asked.joins.are_whole = True
+    if step.is_question:
+        return as_question(step)
+    told = [check.label for check in step.prints if check.check is Check.ROWS]
+
+    def is_harmless(line: str) -> bool:
+        try:
+            other = _captured(asked, Counts(line, raises_at, decided_at), step.asked)
+        except (CaptureError, RaisesError):
+            return False  # it may not go that way
+        is_same = not other.is_question and needs_no_rows(step, line, other)
+        if is_same and step.is_training:
+            _tell_of_zeros(line, step.names_in_use() - other.names_in_use())
+        return is_same
+
+    lines = set(told)
+    harmless = set(filter(is_harmless, lines))
+    if known is None and lines - harmless:
+        raise ValueNeededError(
+            f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
+            f"goes on in another way if not."
+        )
+    # Not where each of many experts is counted, say: there would be too many ways.
+    are_few = sum(line not in harmless for line in told) <= MOST_MASKS
+    # All answers are for the same questions, so that later ones would come too late.
+    is_first = answers is None or any(isinstance(answer, Guess) for answer in answers)
+    if lines - harmless and are_few and decided is not None and is_first:
+        decided |= lines - harmless
+        raise UndecidedError(f"The step function branches{min(decided)} on a mask.")
+    _tell_of_checks(step, harmless)
+    return without_checks(step, harmless)
+
+
+def _tell_of_zeros(line: str, names: Collection[str]) -> None:
+    """Says which parameters only a branch uses, which is captured whether it is taken or not."""
+    if names:
+        first, *others = sorted(names)
+        which = f"{first} and {len(others)} more" if others else first
+        warn_once(
+            f"zeros{line}",
+            f"the step function uses {which} only where a mask is true{line}. If it is true "
+            f"nowhere in a whole call, PyTorch leaves them without a gradient, and optimizers do "
+            f"not touch them; here their gradients are zeros, as after "
+            f"zero_grad(set_to_none=False): momentum and weight decay move them.",
+        )
+
+
+def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:
+    """Says of which values the step supposes something, and waits for, to see that it is so."""
+    for print in step.prints:
+        if print.check is not None and print.label not in harmless:
+            does, supposed = _SUPPOSED[print.check]
+            warn_once(
+                f"{print.check}{print.label}",
+                f"the step function {does.format(line=print.label)}. It is captured as if "
+                f"{supposed}, and every step call waits for its results, to see that it was so.",
+            )
+
+
+MOST_MASKS = 8
+"""So often a way through a step function may ask for masks that decide."""
+_SUPPOSED = {
+    Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
+    Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
+    Check.NO_ROWS: ("raises an exception{line} for some values of a mask", "it did not"),
+    Check.JOINED: ("joins slices{line}", "they had all rows"),
+    Check.COUNTED: ("counts values{line}", "all were below the minlength that it gives"),
+}
+
+
+def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = None) -> StepGraph:
+    """See `capture_step`, and `Answers` for lines that asked."""
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model, known, canonical_names = asked.model, asked.known, asked.canonical_names
+    wrapper = _StepModule(asked, counts, asked_at)
+    returned = wrapper.returned
+    named = [*model.named_parameters()]
+    trained = _names_of([p for n, p in named if p.requires_grad or n in asked.thawed], model)
+    wrapper.hooks = {name: found for name, p in named if (found := hooks_of(p))}
+    gone: list[tuple[nn.Module, str]] = []
+    with (
+        traceable(
+            *(model, fake_mode, trained, gone, counts.number_of, asked.floats)
+        ) as wrapper.attributes,
+        counts.supposed(),
+    ):
+        with fake_mode:
+            inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in asked.leaves)
+        try:
+            traced = torch.export.export(wrapper, inputs, strict=False)
+            if returned.thawed:
+                raise ThawedError(returned.thawed, asked.thawed)
+            if returned.new:
+                raise NewAttributesError(returned.new)
+            drop_replayed_views(traced)
+            keep_gradient_barriers(traced.graph_module)
+            checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
+            written = frozenset(canonical_names[name] for name in returned.written)
+            untrained = {canonical_names[name] for name in returned.untrained}
+            trainable = frozenset(canonical_names[name] for name in trained) - untrained
+            is_trial, num_objectives = counts.none_at is not None, returned.num_objectives
+            facts = canonical_names, trainable, written, num_objectives, checks, is_trial
+
+            def make() -> tuple[FunctionalStep, Constants]:
+                program = functionalize(traced)
+                with without_autocast():
+                    return functional_step(program, *facts, fake_mode), constants_of(program)
+
+            functional, constants = recall_step(asked.kept, traced, facts, fake_mode, make)
+        except Exception as error:
+            outside = []
+            if returned.semantics is not None:
+                returned.semantics.writes.restore()
+                outside = returned.semantics.writes.outside
+            if returned.thawed:
+                raise ThawedError(returned.thawed, asked.thawed) from error
+            is_final = known is not None and known.decide_sizes
+            carry_written(model, [tensor for tensor, *_ in outside])
+            explained = explain(error, is_final, [line for _, line, _ in outside])
+            if isinstance(explained, OutsideWriteError) and returned.semantics is not None:
+                written = [tensor for tensor, *_ in outside]
+                explained.written = returned.semantics.own_tensors(written)
+            # Torch has sizes without values here that not all of its code expects, and the user's
+            # code may go another way.
+            is_supposed = counts.has_unknown or counts.asked
+            if is_supposed and not is_final and not isinstance(error, MpxlaError):
+                explained = ValueNeededError(f"{type(error).__name__}: {error}")
+            if counts.last is not None and not isinstance(explained, MpxlaError):
+                raise RaisesError(counts.last, explained) from error
+            raise explained from error
+    if returned.num_objectives:
+        refuse_gradient_hooks(model)
+    assert returned.semantics is not None, "the function has run"
+    own_tensors, reads = returned.semantics.own_tensors, returned.semantics.constants.reads
+    tensors_read, lines = [value for value, _ in reads.values()], [s for _, s in reads.values()]
+    step = StepGraph(
+        graph=functional.graph,
+        inputs=functional.inputs,
+        outputs=functional.outputs,
+        result_leaves=tuple(returned.leaves),
+        result_spec=returned.spec,
+        constants=dict(zip(constants, own_tensors(constants.values()), strict=True)),
+        is_training=returned.num_objectives > 0,
+        decisions=returned.decisions,
+        recorded=returned.recorded,
+        numbers=returned.numbers,
+        prints=returned.prints,
+        reads=tuple(zip(own_tensors(tensors_read), lines, strict=True)),
+        modules=tuple(returned.modules),
+        looking=tuple((canonical_names[name], hook) for name, hook in returned.looking),
+        accumulated=tuple(
+            (canonical_names[name], hook)
+            for name, parameter in named
+            for hook in hooks_of(parameter, "_post_accumulate_grad_hooks")
+            if returned.num_objectives and not returned.is_question
+        ),
+        asked=returned.asked,
+        gone=tuple(gone),
+        is_question=returned.is_question,
+        flags={canonical_names[name]: flag for name, flag in returned.flags.items()},
+    )
+    return step
+
+
+def _names_of(parameters: Sequence[torch.Tensor], model: nn.Module) -> frozenset[str]:
+    """All names that a model has for some of its parameters; tied ones have several."""
+    held, named = set(map(id, parameters)), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if id(parameter) in held)

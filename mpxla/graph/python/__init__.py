@@ -1,0 +1,1 @@
+"""What Python does in a step besides computing: values it reads and leaves, branches, draws."""

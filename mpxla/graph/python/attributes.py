@@ -1,0 +1,575 @@
+"""Which plain values outside of its arguments a step function reads while it is captured.
+
+Attributes of modules and of other objects that it is given or names, its globals and its closure:
+their values become part of the program. What was read is remembered, so that a later change is
+noticed; attributes that the step itself changes would change once per capture only: a warning says
+so. This module must not know what is done with what was read.
+"""
+
+import contextlib
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from mpxla.errors import CaptureError
+from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.exchanged import exchanged
+from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead
+from mpxla.graph.python.made_objects import keep_made
+from mpxla.graph.python.number import is_number
+from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
+from mpxla.graph.python.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
+from mpxla.graph.python.reach import Outside
+from mpxla.graph.python.recorded import is_recordable
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
+
+__all__ = [
+    "CONTAINERS",
+    "MODE",
+    "PLAIN_CONTAINERS",
+    "AttributeLog",
+    "attributes_noted",
+    "is_simple",
+    "kept",
+    "note_content",
+    "outside_values",
+    "refusal",
+    "warn_changed",
+    "without_counted",
+]
+
+_OF_MODULES = frozenset(dir(nn.Module))
+MODE = "training"
+"""The attribute of a module that tells training from evaluation."""
+_CONSTANT, _COMPUTED = object(), object()
+_EXCHANGED = (torch.Tensor, nn.Module)
+_FEW_ELEMENTS = 2**16
+"""So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+CONTAINERS = (list, dict, deque)
+PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict, Counter)
+"""Those that only hold what was put there."""
+_MOST_OBJECTS = 2000
+"""In a container that is looked into."""
+
+
+@dataclass
+class AttributeLog:
+    """What a step function did with attributes of modules and objects.
+
+    Attributes:
+        held: objects by the id of their tables of attributes.
+        texts: in the code that may read them, as for `plain`.
+        counted: names of attributes that are inputs of the step (`counted.py`).
+        contents: containers with what they held before the step.
+        first: values at the first read, by table's id and attribute.
+        written: the user's line of the first write, and the value of the last one, of tensors
+            whether they are constants.
+        inherited: reads of attributes of classes.
+        before: values at the first write.
+        containers: lists and dictionaries that were read, which the step may fill.
+        forms: of the tensors that it has given attributes.
+        recorded: attributes of objects whose tensors are there when the step has run.
+    """
+
+    held: dict[int, Held]
+    texts: Set[str]
+    counted: Set[str]
+    contents: list[tuple[Any, Any]]
+    first: dict[tuple[int, str], Any] = field(default_factory=dict)
+    written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
+    inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
+    before: dict[tuple[int, str], Any] = field(default_factory=dict)
+    containers: dict[tuple[int, str], Any] = field(default_factory=dict)
+    forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
+    recorded: set[tuple[int, str]] = field(default_factory=set)
+
+    def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
+        """Notes a read, if the value is plain and was not made by the step itself."""
+        place = id(owner), key
+        if place in self.first or place in self.written or id(owner) not in self.held:
+            return
+        carried = carried_of(owner).get(key)
+        if carried is not None and carried.is_written:
+            return
+        if _is_of_user(key) and not self._is_counted(place) and not is_number(value):
+            is_carrying = carried is not None and carried.note_read()
+            self.first[place] = carried.found if carried else plain(value, self.texts)
+            if isinstance(value, CONTAINERS) and not is_carrying:
+                self.containers[place] = value
+                note_content(value, self.contents)
+
+    def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
+        """Notes a read of an attribute that an object has from its class, until it gets its own."""
+        place = id(owner), key
+        if place in self.inherited or id(owner) not in self.held or self._is_counted(place):
+            return
+        name = self._name(place)
+        if is_number(value):  # of the class, whose number is an input until the object has its own
+            self.inherited[place] = Read(name, MISSING, self.held[id(owner)].reader(key))
+            return
+        # Not by `getattr`: descriptors run code, which an enumeration's may do without an end.
+        static = next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), MISSING)
+        if isinstance(value, FUNCTIONS) or static is not value:
+            return  # a method, or what a property has computed
+
+        held = self.held[id(owner)]
+
+        def now() -> Any:
+            own = held.get(key)
+            return getattr(kind, key, MISSING) if own is MISSING else own
+
+        self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
+
+    def note_write(
+        self, owner: dict[str, Any], key: str, value: Any, form: Form | None = None
+    ) -> None:
+        """Notes a write, with the line, and the form of tensors."""
+        place = id(owner), key
+        carried = carried_of(owner).get(key)
+        if carried is not None and carried.note_write():
+            return
+        if id(owner) in self.held and not self._is_counted(place):
+            self.forms[place] = form
+            line = self.written[place][0] if place in self.written else at_user_line()
+            self.written[place] = line, value
+            before = owner.get(key, MISSING) if carried is None else carried.before
+            self.before.setdefault(place, before)
+
+    def reads(self) -> list[Read]:
+        """What the captured step depends on: what was read, and not changed by the step."""
+        found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
+        for place, value in self.first.items():
+            line, last = self.written.get(place, ("", None))
+            if last is _COMPUTED and not (self._is_carried(place) or place in self.recorded):
+                raise refusal(self._name(place), line)
+            is_cache = last is _CONSTANT  # which all calls fill alike
+            if _is_known(self._name(place), value) and not (is_cache and value is MISSING):
+                found.append(without_counted(self._read(place), self.counted))
+        changes = self._changes()
+        return [*self.objects(), *(read for read in found if read.name not in changes)]
+
+    def objects(self) -> list[Read]:
+        """Objects that it has found in attributes or globals; those that hold others first."""
+        found: list[Read] = []
+        for held in self.held.values():
+            gets = [get for get, place in held.places if place is None or place in self.first]
+            if gets and not isinstance(held.value, nn.Module):
+                found.append(ObjectRead.of(held, gets))
+        return found
+
+    def note_contents(self, is_constant: Callable[[torch.Tensor], bool]) -> None:
+        """Notes tensors that the step has put in the places of others, or None, in containers."""
+        held = {id(container): content for container, content in self.contents}
+        for place, container in self.containers.items():
+            before = _held_before(container, held)
+            known, like = pytree.tree_flatten(before)
+            leaves, spec = pytree.tree_flatten(container)
+            form = form_of(container)
+            is_module = isinstance(self.held[place[0]].value, nn.Module)  # others carry nothing
+            if form is None or spec != like or place in self.written or not is_module:
+                continue
+            new = [leaf for leaf, old in zip(leaves, known, strict=True) if leaf is not old]
+            written = _CONSTANT if all(map(is_constant, new)) else _COMPUTED
+            if written is _COMPUTED or (new and form_of(before) == form):
+                self.note_write(self.held[place[0]].table, place[1], written, form)
+
+    def start_carried(self, model: nn.Module, gone: Sequence[tuple[nn.Module, str]]) -> None:
+        """Puts tensors into attributes that the step will give some.
+
+        Args:
+            model: whose modules carry them; others are objects like any.
+            gone: attributes that the capture has given back, of which a warning tells.
+
+        Raises:
+            CarriedError: there are others to be carried: what it gives tensors and reads, what is
+                small, and what has such tensors, which other steps may read.
+        """
+        new = [
+            (self.held[place[0]].value, place[1], form)
+            for place, form in self.forms.items()
+            if form is not None and self._is_to_carry(place, form)
+            if _is_of_user(place[1]) and not self._is_carried(place)
+        ]
+        modules = set(map(id, model.modules())) if new else ()
+        if new := [one for one in new if id(one[0]) in modules]:
+            raise CarriedError(new)
+        for module, name in gone:
+            if not self._is_carried((id(vars(module)), name)):
+                _warn_gone(f"{self.held[id(vars(module))].name}.{name}")
+        for place in self._started():
+            self._carried(place).start()
+
+    def _is_to_carry(self, place: tuple[int, str], form: Form) -> bool:
+        if self.written[place][1] is _COMPUTED:
+            return place in self.first or form.size <= _FEW_ELEMENTS
+        return form_of(self.before[place]) == form  # `self.hidden = torch.zeros(...)` to begin anew
+
+    def changed(self) -> list[Read]:
+        """What was read, and changed by the step; with its first value."""
+        return [read for read, _ in self._changes().values()]
+
+    def numbers_left(self) -> list[tuple[Read, Any]]:
+        """Those to which it has given numbers that the model computes, with the last ones."""
+        found: list[tuple[Read, Any]] = []
+        for place, (_, last) in self.written.items():
+            before = self.before[place]
+            is_object = not isinstance(self.held[place[0]].value, nn.Module)  # modules carry them
+            if last is _COMPUTED and is_object and (is_simple(before) or form_of(before)):
+                value = self.held[place[0]].get(place[1])
+                if is_recordable(value, with_tensors=True):
+                    found.append((self._written_read(place), value))
+                    self.recorded.add(place)
+                continue
+            is_open = is_simple(before) or not self._is_read(place)
+            if _is_of_user(place[1]) and is_open and is_recordable(last):
+                found.append((self._written_read(place), last))
+        return found
+
+    def is_read(self, name: str) -> bool:
+        """Whether an attribute was read, or a name is none of those that were written."""
+        places = [place for place in self.written if self._name(place) == name]
+        return not places or any(map(self._is_read, places))
+
+    def only_written(self) -> dict[str, Read]:
+        """Those that it has given plain values without reading them, by name."""
+        found: dict[str, Read] = {}
+        for place, (_, last) in self.written.items():
+            if self._is_read(place) or not _is_of_user(place[1]):
+                continue
+            if is_simple(last) and is_simple(self.before[place]):
+                found[self._name(place)] = self._written_read(place)
+        return found
+
+    def places(self) -> list[Read]:
+        """All attributes of the user that it has read or written, and that can be put back."""
+        read = {*self.first, *self.inherited} - self.before.keys()
+        own = [place for place in read if _is_of_user(place[1])]
+        written = [place for place in self.before if _is_of_user(place[1])]
+        return [*map(self._read, own), *map(self._written_read, written)]
+
+    def filled(self) -> list[tuple[Read, Any]]:
+        """Containers that were read, with what they are now: the capture gives others back."""
+        return [(self._read(place), container) for place, container in self.containers.items()]
+
+    def is_of_object(self, name: str) -> bool:
+        """Whether a container is in an attribute of an object that is no module."""
+        owners = [self.held[place[0]] for place in self.containers if self._name(place) == name]
+        return not any(isinstance(owner.value, nn.Module) for owner in owners)
+
+    def line(self, name: str) -> str:
+        """Where something was changed first, if that is known."""
+        lines = (line for place, (line, _) in self.written.items() if self._name(place) == name)
+        return next(lines, "")
+
+    def warn(self, names: Iterable[str]) -> None:
+        """Tells the user that something does not change with every step."""
+        for name in names:
+            warn_changed(name, self.line(name))
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether the step has put tensors into attributes or containers."""
+        written = [value for _, value in self.written.values()]
+        leaves = pytree.tree_leaves([*self.containers.values()])
+        return any(value is _CONSTANT or value is _COMPUTED for value in written) or any(
+            isinstance(leaf, torch.Tensor) for leaf in leaves
+        )
+
+    def has_constants(self, names: Set[str]) -> bool:
+        """Whether constant tensors were put beside something that was changed."""
+        owners = {
+            self.held[place[0]].name for place, (_, v) in self.written.items() if v is _CONSTANT
+        }
+        return any(name.rpartition(".")[0] in owners for name in names)
+
+    def left(self) -> list[Callable[[], None]]:
+        """Put back what the step has left of plain values in attributes."""
+        places = [(self.held[owner], key) for owner, key in self.before]
+        known = [(own, key, own.get(key)) for own, key in places]
+        return [partial(own.put, k, v) for own, k, v in known if v is not MISSING and is_simple(v)]
+
+    def left_carried(self) -> list[Callable[[], None]]:
+        """Put tensors where the step will give some."""
+        return [self._carried(place).start for place in self._started()]
+
+    def restore(self) -> None:
+        """Gives attributes their plain values of before."""
+        for (owner_id, key), value in self.before.items():
+            owner = self.held[owner_id]
+            if is_simple(value) and is_simple(owner.get(key)):
+                owner.put(key, value)
+        for place in self._started():
+            self.held[place[0]].put(place[1], self.before[place])
+
+    def _started(self) -> list[tuple[int, str]]:
+        """Carried attributes that had no tensors, and have got some."""
+        given = [place for place, (_, last) in self.written.items() if last is _COMPUTED]
+        return [place for place in given if self._is_carried(place)]
+
+    def _is_carried(self, place: tuple[int, str]) -> bool:
+        return place[1] in carried_of(self.held[place[0]].table)
+
+    def _carried(self, place: tuple[int, str]) -> Carried:
+        return carried_of(self.held[place[0]].table)[place[1]]
+
+    def _is_read(self, place: tuple[int, str]) -> bool:
+        return place in self.first or place in self.inherited
+
+    def _written_read(self, place: tuple[int, str]) -> Read:
+        """With what it was before the first write."""
+        return self._with(self.before[place], place)
+
+    def _with(self, value: Any, place: tuple[int, str]) -> Read:
+        owner, key = self.held[place[0]], place[1]
+        if self._is_carried(place):  # whose numbers are read anew
+            return Read(self._name(place), value, self._carried(place).look)
+        put = partial(owner.put, key)
+        return Read(self._name(place), value, owner.reader(key), self.texts, put)
+
+    def _name(self, place: tuple[int, str]) -> str:
+        return f"{self.held[place[0]].name}.{place[1]}"
+
+    def _is_counted(self, place: tuple[int, str]) -> bool:
+        return bool(self.counted) and self._name(place) in self.counted
+
+    def _changes(self) -> dict[str, tuple[Read, str]]:
+        found: dict[str, tuple[Read, str]] = {}
+        for place, (line, last) in self.written.items():
+            if last is _CONSTANT or (last is _COMPUTED and not self._is_carried(place)):
+                continue
+            if not self._is_read(place):
+                continue
+            read = self._read(place)
+            if not _is_known(read.name, read.value):
+                continue
+            if read.change() or change("", read.value, plain(last, self.texts)):
+                found[read.name] = read, line
+        return found
+
+    def _read(self, place: tuple[int, str]) -> Read:
+        """Of an attribute that can be put back."""
+        if place in self.first:
+            return self._with(self.first[place], place)
+        return replace(self.inherited[place], put=partial(self.held[place[0]].put, place[1]))
+
+
+def _is_of_user(key: str) -> bool:
+    """Whether an attribute of a module is one that user code changes."""
+    return key == MODE or key not in OF_TORCH
+
+
+def is_simple(value: Any) -> bool:
+    """Whether it can be given back: no container, which may have changed in place."""
+    return value is MISSING or isinstance(value, SIMPLE)
+
+
+def refusal(name: str, line: str) -> CaptureError:
+    """The error of a tensor that the step leaves where it reads the next one."""
+    return CaptureError(
+        f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
+        f"or step would read. A step carries tensors in attributes of the modules that "
+        f"smp.DistributedModel has wrapped, and only there: keep it in one of them, or make it a "
+        f"buffer there (register_buffer with its shape, then self.name.copy_(value)), or return it "
+        f"and pass it to the next call as an argument."
+    )
+
+
+def warn_changed(name: str, line: str = "") -> None:
+    """Tells the user of what a step changes once for each program."""
+    warn_once(
+        f"changed attribute {name}",
+        f"the step function reads and changes {name}{line}. It is captured once per program, so "
+        f"that the change happens then, and not in every step or microbatch. Make it a buffer "
+        f"(register_buffer), or change it outside of the step function.",
+    )
+
+
+def _held_before(value: Any, contents: Mapping[int, Any]) -> Any:
+    """What a container held, and those in it, by the ids of these."""
+    content = contents.get(id(value))
+    if isinstance(content, dict):
+        return {key: _held_before(part, contents) for key, part in content.items()}
+    if content is None:
+        return value
+    parts = [_held_before(part, contents) for part in content]
+    return parts if isinstance(content, list) else deque(parts, content.maxlen)
+
+
+def _warn_gone(name: str) -> None:
+    warn_once(
+        f"attribute {name}",
+        f"forward puts tensors into {name}. A step function may use them, but they are gone when "
+        f"it returns: return what you want to see, and register_buffer what one step is to keep "
+        f"for the next.",
+    )
+
+
+def without_counted(read: Read, counted: Set[str]) -> Read:
+    """A read of a container without the entries that are inputs; others as they are."""
+    if not any(name.startswith(f"{read.name}[") for name in counted):
+        return read
+
+    def others(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [*others(name, dict(enumerate(cast(list[Any], value)))).values()]
+        if not isinstance(value, dict):
+            return value
+        parts = ((k, f"{name}[{k!r}]", v) for k, v in cast(dict[Any, Any], value).items())
+        return {k: others(part, v) for k, part, v in parts if part not in counted}
+
+    def now() -> Any:
+        return others(read.name, plain(read.now(), read.names))
+
+    value = others(read.name, read.value)
+    return Read(read.name, value, now, put=read.put, whole=read.whole or read.now)
+
+
+def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
+    """Adds a container with what it holds, and the containers in it."""
+    seen, waiting = {id(known) for known, _ in contents}, [container]
+    for value in waiting:  # grows
+        if type(value) not in PLAIN_CONTAINERS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        contents.append((value, copy.copy(value)))
+        if len(value) <= _MOST_OBJECTS:
+            waiting += value.values() if isinstance(value, dict) else value
+
+
+@contextlib.contextmanager
+def attributes_noted(
+    held: dict[int, Held], texts: Set[str], counted: Set[str], contents: list[tuple[Any, Any]]
+) -> Generator[AttributeLog]:
+    """Notes what a step function that is captured inside does with attributes.
+
+    Args:
+        held: objects that count, by the id of their attributes.
+        texts: in the code of the step function.
+        counted: names of attributes that do not count, since they are inputs.
+        contents: gets containers that are read, with what they hold.
+    """
+    log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents)
+    kinds = {type(h.value) for h in held.values() if not isinstance(h.value, nn.Module)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(parameters_noted(_parameter_of, log))
+        for kind in (nn.Module, *kinds):
+            stack.enter_context(_class_noted(kind, log))
+        yield log
+
+
+def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    recorder = current_recorder()
+    return None if recorder is None else recorder.stand_ins.get(id(tensor))
+
+
+def _are_parameters(tensors: Sequence[torch.Tensor], old: Sequence[Any]) -> bool:
+    """Whether all are parameters, in the place of nothing, or of the same ones.
+
+    Recurrent layers of torch list their weights anew when these are others, as in a capture.
+    """
+
+    def named(tensor: torch.Tensor) -> int | None:
+        known = _parameter_of(tensor)
+        return None if known is None else id(known)
+
+    new = [*map(named, tensors)]
+    held = [named(leaf) or id(leaf) for leaf in old if isinstance(leaf, torch.Tensor)]
+    return None not in new and (not held or held == new)
+
+
+def outside_values(found: Outside) -> list[Read]:
+    """Plain globals, closed-over values, and attributes of modules and classes that code names."""
+    copies = [(p, plain(p.value, found.names)) for p in found.places]
+    known = [(p, value) for p, value in copies if _is_known(p.name, value)]
+    return [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
+
+
+def _is_known(name: str, value: Any) -> bool:
+    if value is LARGE:
+        warn_once(
+            f"large value {name}",
+            f"the step function names {name}, which is too large, or holds too many objects, to be "
+            f"compared in every call. If the step reads it, it reads what it is now, and a later "
+            f"change in place is not noticed: pass what changes as an argument.",
+        )
+    return value is not UNKNOWN and value is not LARGE
+
+
+def kept(reads: Sequence[Read]) -> tuple[list[Read], list[Read]]:
+    """Those whose value the capture itself has not changed, and those that it has.
+
+    What a step function counts or collects changes with every capture, and would ask for the next.
+    Tensors are exchanged by the capture itself.
+    """
+    unchanged: list[Read] = []
+    others: list[Read] = []
+    for read in reads:
+        found = read.change()
+        if found is None:
+            unchanged.append(read)
+        elif found.before is not MISSING and not isinstance(found.before, _EXCHANGED):
+            others.append(read)
+    return unchanged, others
+
+
+def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
+    """Notes what is read and written of the objects of a class."""
+    get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
+
+    def get(self: Any, name: str) -> Any:
+        try:
+            value = get_attribute(self, name)
+        except AttributeError:  # which modules have for their parameters, buffers and parts, too
+            owner = object.__getattribute__(self, "__dict__")
+            is_there = any(name in owner.get(table, ()) for table in _TABLES)
+            if current_recorder() is not None and not is_there:
+                log.note_read(owner, name, MISSING)
+            raise
+        if current_recorder() is not None:
+            # Export reads through proxies of modules, which share their tables.
+            owner = object.__getattribute__(self, "__dict__")
+            if name in owner:
+                log.note_read(owner, name, value)
+            elif name == "__dict__" and not isinstance(self, nn.Module):  # by `vars`
+                for key in owner:
+                    log.note_read(owner, key, owner[key])
+            elif name not in _OF_MODULES:
+                log.note_inherited(owner, type(self), name, value)
+        return value
+
+    def set_noted(self: Any, name: str, value: Any) -> None:
+        recorder, owner = current_recorder(), object.__getattribute__(self, "__dict__")
+        if recorder is not None:
+            tables = owner, *(owner.get(table, {}) for table in _TABLES)
+            if all(table.get(name) is None for table in tables):
+                keep_made(value, log.held, (id(owner), name), recorder.value_of)
+        if recorder is not None and not isinstance(value, nn.Module):
+            written = value
+            tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+            form = None
+            if tensors:  # which must not be held beyond the step
+                old = pytree.tree_leaves(owner.get(name))
+                is_alias = _are_parameters(tensors, old)
+                if isinstance(self, nn.Module):
+                    is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
+                else:  # which carries nothing
+                    is_same = all(map(recorder.is_known, tensors))
+                is_same = is_same or is_alias or is_cache(owner, name)
+                written = _CONSTANT if is_same else _COMPUTED
+                is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
+                form = form_of(value) if is_attribute and not is_alias else None
+            log.note_write(owner, name, written, form)
+        set_attribute(self, name, value)
+
+    return exchanged(kind, __getattribute__=get, __setattr__=set_noted)

@@ -1,0 +1,281 @@
+"""Random numbers that Python code in a step draws, by the modules `random` and `numpy.random`.
+
+So are single numbers of PyTorch, `torch.rand(1)`, where Python decides by them.
+
+A step function is captured once, and draws in every call. So what it draws is an input of the step:
+each call draws as the function would, with the same generators, before the step runs. All of its
+microbatches are given the same numbers, as the batch would be in one piece. What Python decides by
+them is read as that of other inputs is (`decisions.py`), so that a call which decides otherwise
+runs another program.
+
+This module must not know how a step is captured or run.
+"""
+
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch._C import DisableTorchFunction
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from mpxla.errors import CaptureError
+from mpxla.graph.python.number import NumberRead, is_number
+from mpxla.graph.user_code import at_user_line
+
+__all__ = ["Draw", "Drawer", "Draws"]
+
+State = tuple[Any, ...]
+_PLAIN = (bool, int, float, torch.dtype)
+_MOST_ARGUMENTS = 64
+"""Elements of arguments, such as probabilities; what has more is not an input."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A call of a function that draws.
+
+    Attributes:
+        module: "random", "numpy.random" or "torch".
+        name: of the function.
+        args: its arguments, of plain data.
+        kwargs: pairs of names and values.
+        shape: of what it returns; [] for a number.
+        dtype: likewise.
+        is_array: whether it returns an array.
+    """
+
+    module: str
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float64
+    is_array: bool = False
+
+    @property
+    def request(self) -> tuple[Any, ...]:
+        """What is known before it is called."""
+        return self.module, self.name, repr(self.args), repr(self.kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}()"
+
+
+class Drawer:
+    """Generators in the states of those of Python, NumPy and PyTorch, or in given ones.
+
+    Attributes:
+        began: the states in which they began, as plain data.
+    """
+
+    def __init__(self, state: State | None = None):
+        self._python, self._numpy = random.Random(), np.random.RandomState()
+        self._torch = torch.Generator()
+        self.began = python, numpy, of_torch = state or self._state_of_process()
+        self._python.setstate((python[0], tuple(python[1]), python[2]))
+        self._numpy.set_state((numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]))
+        self._torch.set_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+
+    @staticmethod
+    def _state_of_process() -> State:
+        kind, keys, *rest = np.random.get_state()
+        numpy = (kind, np.asarray(keys).tolist(), *rest)
+        return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
+
+    def again(self) -> "Drawer":
+        """Another one in the states in which this one began."""
+        return Drawer(self.began)
+
+    def draw(self, draw: Draw) -> torch.Tensor:
+        """What a call returns this time."""
+        return _as_tensor(self.call(draw))
+
+    def call(self, draw: Draw) -> Any:
+        """The same in Python's form; places in order, for functions that choose of a list."""
+        args, kwargs = draw.args, dict(draw.kwargs)
+        if draw.module == "torch":
+            with _disable_current_modes(), DisableTorchFunction():
+                return getattr(torch, draw.name)(*args, **kwargs, generator=self._torch)
+        owner: Any = self._python if draw.module == "random" else self._numpy
+        if draw.name == "shuffle":
+            order = np.arange(args[0]) if owner is self._numpy else list(range(args[0]))
+            owner.shuffle(order)
+            return np.asarray(order)
+        if draw.name in ("sample", "choices"):
+            found = getattr(owner, draw.name)(range(args[0]), *args[1:], **kwargs)
+            return np.array(found, np.int64)
+        return getattr(owner, draw.name)(*args, **kwargs)
+
+    def commit(self) -> None:
+        """Puts the global generators into the states of these."""
+        random.setstate(self._python.getstate())
+        np.random.set_state(self._numpy.get_state())
+        torch.set_rng_state(self._torch.get_state())
+
+
+class Draws:
+    """What a step function draws while it is captured, again and again.
+
+    Attributes:
+        known: what it drew, in order, with what was returned.
+        is_complete: whether the last run was given inputs for all that it drew.
+        has_scalars: whether PyTorch has drawn single numbers, which are inputs if they are to be.
+    """
+
+    def __init__(self, drawer: Drawer, with_scalars: bool = False):
+        self._drawer, self._with_scalars = drawer, with_scalars
+        self.has_scalars = False
+        self._leaves: Sequence[torch.Tensor] = ()
+        self._position = 0
+        self._is_seeded = False
+        self.known: list[tuple[Draw, Any]] = []
+        self.is_complete = True
+
+    def values(self) -> list[torch.Tensor]:
+        """What is known as tensors."""
+        return [_as_tensor(value) for _, value in self.known]
+
+    def begin(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Before the function runs once more, with inputs for what is known."""
+        self._leaves, self._position = leaves, 0
+        self._is_seeded, self.is_complete = False, True
+
+    def seeded(self) -> None:
+        """The function seeds a generator: from here on it draws the same numbers in every call."""
+        self._is_seeded = True
+
+    def give(self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function that draws returns; NotImplemented for what cannot be an input."""
+        if self._is_seeded or name in _NOT_AS_INPUTS:
+            return NotImplemented
+        if module == "torch":
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+            self.has_scalars = self.has_scalars or _is_scalar(name, args, kwargs)
+            if not (self._with_scalars and _is_scalar(name, args, kwargs)):
+                return NotImplemented
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            own = "randrange" if (module, name) == ("random", "choice") else name
+            return self._draw(module, own, args, kwargs)
+
+        function = _OF_LISTS.get((module, name))
+        return ask(*args, **kwargs) if function is None else function(ask, *args, **kwargs)
+
+    def _draw(self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain, named = _plain(args), tuple((key, _plain(v)) for key, v in kwargs.items())
+        if NotImplemented in (plain, *(value for _, value in named)):
+            return NotImplemented
+        asked = Draw(module, name, plain, named)
+        place, self._position = self._position, self._position + 1
+        if place == len(self.known):
+            value = self._drawer.call(asked)
+            is_tensor, is_array = isinstance(value, torch.Tensor), isinstance(value, np.ndarray)
+            dtype = value.dtype if is_tensor else getattr(torch, str(np.asarray(value).dtype))
+            kind = tuple(value.shape if is_tensor else np.shape(value)), dtype, is_array
+            self.known.append((Draw(module, name, plain, named, *kind), value))
+        draw, value = self.known[place]
+        if draw.request != asked.request:
+            raise CaptureError(
+                f"The step function calls {asked}{at_user_line()}, and {draw} when it was captured "
+                f"with the same inputs before. What decides that must follow from its arguments."
+            )
+        if place >= len(self._leaves):
+            self.is_complete = False
+            return value.copy() if draw.is_array else value
+        return _in_python(draw, self._leaves[place])
+
+
+_NOT_AS_INPUTS = ("bytes", "randbytes", "getrandbits")
+_Ask = Callable[..., Any]
+
+
+def _choice(ask: _Ask, seq: Any) -> Any:
+    place = ask(len(seq))
+    return place if place is NotImplemented else seq[place]
+
+
+def _chosen(ask: _Ask, population: Any, *args: Any, **kwargs: Any) -> Any:
+    places = ask(len(population), *args, **kwargs)
+    return places if places is NotImplemented else [population[i] for i in places]
+
+
+def _shuffle(ask: _Ask, x: Any) -> Any:
+    places = ask(len(x))
+    if places is not NotImplemented:
+        x[:] = x[places] if isinstance(x, np.ndarray) else [x[i] for i in places]
+        return None
+    return places
+
+
+def _of_array(ask: _Ask, a: Any, *args: Any, **kwargs: Any) -> Any:
+    if np.ndim(a) == 0:
+        return ask(a, *args, **kwargs)
+    places = ask(len(a), *args, **kwargs)
+    return places if places is NotImplemented else np.asarray(a)[places]
+
+
+_OF_LISTS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("random", "choice"): _choice,
+    ("random", "sample"): _chosen,
+    ("random", "choices"): _chosen,
+    ("random", "shuffle"): _shuffle,
+    ("numpy.random", "shuffle"): _shuffle,
+    ("numpy.random", "choice"): _of_array,
+    ("numpy.random", "permutation"): _of_array,
+}
+"""Functions that choose of what they are given; the places are what is drawn."""
+
+
+def _is_scalar(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `torch.rand` and its like make one element."""
+    size = kwargs.get("size", args[-1:] if name == "randint" else args)
+    dims = list(pytree.tree_leaves(size))
+    return all(type(dim) is int and dim == 1 for dim in dims)
+
+
+def _in_python(draw: Draw, leaf: torch.Tensor) -> Any:
+    """An input as what Python goes on with; the value of what is no float is read."""
+    if draw.module == "torch":
+        return _with_open_number(leaf) if leaf.is_floating_point() else leaf
+    is_float = draw.dtype is torch.float64
+    if is_float and not draw.is_array:
+        return NumberRead(leaf)
+    if is_float and leaf.numel() == 1:
+        array = np.empty(draw.shape, dtype=object)  # compares its element
+        array.reshape(-1)[0] = NumberRead(leaf.reshape(()))
+        return array
+    return leaf.numpy() if draw.is_array else int(leaf.item())
+
+
+def _with_open_number(leaf: torch.Tensor) -> torch.Tensor:
+    """The same tensor, of which `.item()` reads no value.
+
+    `torch.rand(1).item() < p` then decides by the side that the number is on, and not by its value,
+    which would ask for a program in every call.
+    """
+    reference, given = weakref.ref(leaf), cast(Any, leaf)  # whoever has drawn it keeps it
+    given.item = lambda: NumberRead(cast(torch.Tensor, reference()))
+    return leaf
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
+
+
+def _plain(value: Any) -> Any:
+    """An argument as plain data, or NotImplemented."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist() if value.size <= _MOST_ARGUMENTS else NotImplemented
+    if type(value) in (list, tuple):
+        parts = [_plain(v) for v in value] if len(value) <= _MOST_ARGUMENTS else [NotImplemented]
+        return NotImplemented if NotImplemented in parts else tuple(parts)
+    if is_number(value):
+        return float(value)
+    return value if value is None or type(value) in _PLAIN else NotImplemented

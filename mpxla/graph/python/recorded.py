@@ -1,0 +1,233 @@
+"""Numbers of the model that a step function leaves in Python, to be seen when it has run.
+
+    self.last = loss.item()                      what the last microbatch gives
+    self.total += loss.item()                    every microbatch adds to it
+    losses.append(round(loss.item(), 4))         one more for each
+    lines.append(f"{loss.item():.4f}")           texts
+    seen["first"] = output.detach()              tensors, in globals, closures and objects
+    total += loss.detach()                       which Python may add up
+
+While the step is captured they have no values. What `.item()` has read becomes results of the step,
+and how Python goes on from there is written down (`number.py`): when the step has run, it is
+computed once more for each microbatch, in order. The step itself must not go by what is left there,
+which `state.py` sees to.
+
+This module must not know how a step is captured or run, nor where things are left.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mpxla.graph.python.number import Later, NumberRead, is_number, values_in
+from mpxla.graph.python.plain import SIMPLE
+
+__all__ = ["Before", "Recorded", "Recording", "is_recordable", "may_be_appended"]
+
+
+class Before(NumberRead):
+    """Stands for what is in a place before a microbatch, which the step must not go by.
+
+    Without the name of a place, nothing that is left may be computed of it either.
+    """
+
+    def __init__(self, name: str | None, tensor: torch.Tensor):
+        super().__init__(tensor)
+        self.name, self.is_before = name, name is not None
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A number, or a tensor, that is a result of the step."""
+
+    place: int
+    is_tensor: bool = False
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What is in a place before a microbatch."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What a function of Python makes of terms."""
+
+    function: Callable[..., Any]
+    terms: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one microbatch leaves in a place.
+
+    Attributes:
+        name: of the place.
+        value: plain data with terms in the places of numbers.
+    """
+
+    name: str
+    value: Any
+
+    @classmethod
+    def as_before(cls, name: str) -> Self:
+        """What stays as it is."""
+        return cls(name, _Left(name))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it depends on what was there before."""
+        return any(map(_has_left, pytree.tree_leaves(self.value)))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no numbers of the model."""
+        return all(_plain_of(leaf) is leaf for leaf in pytree.tree_leaves(self.value))
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether tensors are among its results."""
+        return any(map(_has_tensor, pytree.tree_leaves(self.value)))
+
+    def numbered(self, other: "Recorded", length: int, more: int) -> "Recorded":
+        """Goes by the length of a list where another capture, with `more` in it, does.
+
+        So does `log.append((len(log), loss.item()))`.
+        """
+        own, structure = pytree.tree_flatten(self.value)
+        others, other_structure = pytree.tree_flatten(other.value)
+        if structure != other_structure:
+            return other
+
+        def term(one: Any, another: Any) -> Any:
+            if not type(one) is type(another) is int or another - one != more:
+                return another
+            return _Computed(lambda held: len(held) + one - length, (_Left(self.name),))
+
+        return replace(self, value=pytree.tree_unflatten(map(term, own, others), structure))
+
+    def is_like(self, other: "Recorded") -> bool:
+        """Whether the plain data beside the numbers is that of another capture."""
+        own, others = (map(_plain_of, pytree.tree_leaves(r.value)) for r in (self, other))
+        return list(own) == list(others)
+
+    def of(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
+        """The value.
+
+        Args:
+            results: the tensors of these among the step's results.
+            left: what is in places before the microbatch, by name.
+        """
+
+        def value(term: Any) -> Any:
+            if isinstance(term, _Result):
+                found = results[term.place]
+                return found if term.is_tensor else found.item()
+            if isinstance(term, _Left):
+                return left[term.name]
+            return term.function(*map(value, term.terms)) if isinstance(term, _Computed) else term
+
+        return pytree.tree_map(value, self.value)
+
+
+class Recording:
+    """Writes down what one capture leaves, and which numbers of the step that takes.
+
+    Args:
+        left: name of a place -> what is left there, or a list of what is appended.
+    """
+
+    def __init__(self, left: Mapping[str, Any] | None = None) -> None:
+        self._places: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []
+        self.recorded = tuple(
+            Recorded(name, pytree.tree_map(self._term, value))
+            for name, value in sorted((left or {}).items())
+        )
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """What the step has to return, of shape []."""
+        return [tensor.detach().clone() for tensor in self._tensors]
+
+    def _term(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            return self._result(value, value, is_tensor=True)
+        if isinstance(value, str):
+            parts = values_in(value)
+            filled = partial(_filled, value, [(part, spec) for part, _, spec in parts])
+            return _Computed(filled, tuple(self._term(v) for _, v, _ in parts)) if parts else value
+        if isinstance(value, Later):
+            function, of = value.made_by
+            return _Computed(function, tuple(map(self._term, of)))
+        if not is_number(value):
+            return value
+        if issubclass(type(value), Before):
+            if value.name is None:
+                raise value.needed("what it leaves")
+            return _Left(value.name)
+        if value.made_by is not None:
+            function, of = value.made_by
+            return _Computed(function, tuple(map(self._term, of)))
+        return self._result(value, value.tensor)
+
+    def _result(self, value: Any, tensor: torch.Tensor, is_tensor: bool = False) -> _Result:
+        if id(value) not in self._places:
+            self._places[id(value)] = len(self._tensors)
+            self._tensors.append(tensor)
+        return _Result(self._places[id(value)], is_tensor)
+
+
+def is_recordable(value: Any, with_tensors: bool = False) -> bool:
+    """Whether it is plain data with numbers of the model in it, or with its tensors."""
+    leaves = pytree.tree_leaves(value)
+    return any(map(_is_open, leaves)) and may_be_appended(value, with_tensors)
+
+
+def _is_open(leaf: Any) -> bool:
+    if isinstance(leaf, str):
+        return bool(values_in(leaf))
+    return is_number(leaf) or isinstance(leaf, (FakeTensor, Later))
+
+
+def _filled(text: str, parts: Sequence[tuple[str, str]], *values: Any) -> str:
+    """A text with values in the places of what stands for them."""
+    for (part, spec), value in zip(parts, values, strict=True):
+        text = text.replace(part, format(value, spec))
+    return text
+
+
+def may_be_appended(value: Any, with_tensors: bool = False) -> bool:
+    """Whether it is plain data, with numbers (or tensors) of the model or without."""
+    return all(
+        isinstance(leaf, (*SIMPLE, Later))
+        or (with_tensors and isinstance(leaf, FakeTensor) and leaf.numel() <= _LARGEST)
+        for leaf in pytree.tree_leaves(value)
+    )
+
+
+_LARGEST = 65_536
+"""Elements of a tensor that is left."""
+
+
+def _plain_of(term: Any) -> Any:
+    return None if isinstance(term, (_Result, _Left, _Computed)) else term
+
+
+def _has_left(term: Any) -> bool:
+    if isinstance(term, _Computed):
+        return any(map(_has_left, term.terms))
+    return isinstance(term, _Left)
+
+
+def _has_tensor(term: Any) -> bool:
+    if isinstance(term, _Computed):
+        return any(map(_has_tensor, term.terms))
+    return isinstance(term, _Result) and term.is_tensor

@@ -1,0 +1,186 @@
+"""What Python code in a step takes from outside that is another thing every time.
+
+A step function is captured once, so a random number of Python or NumPy would stay the one of the
+capture, and an iterator or a DataLoader would give the first batch for ever. The first becomes an
+input of the step (`draws.py`), or is warned of; the second is an error. This module must not know
+how a step is captured.
+"""
+
+import contextlib
+import io
+import random
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mpxla.errors import CaptureError
+from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.exchanged import exchanged
+from mpxla.graph.python.draws import Draws
+from mpxla.graph.python.reach import Place
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
+
+__all__ = ["argument_without_iterator", "iterators_refused", "random_numbers_noted"]
+
+_DRAWING: dict[str, Any] = {"random": random, "numpy.random": np.random}
+"""Modules whose functions draw, by name."""
+_NOT_DRAWING = ("getstate", "get_state", "default_rng")
+_SCALARS = ("rand", "randn", "randint")
+_SEEDING = ("seed", "setstate", "set_state")
+_LOADERS = "torch_xla.distributed.parallel_loader"
+
+
+@contextlib.contextmanager
+def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Generator[None]:
+    """Makes random numbers of Python and NumPy inputs of a step, or warns of them, with the line.
+
+    Generators that the step function reaches are looked at.
+    """
+    kinds = (random.Random, np.random.Generator)
+    own = [(place.name, place.value) for place in reached if isinstance(place.value, kinds)]
+    before, around = [_state(generator) for _, generator in own], _global_state()
+    with _functions_replaced(draws) as (found, elsewhere):
+        yield
+    if not (found or elsewhere) and around != _global_state():
+        found.append("a function of random or numpy.random")
+    changed = zip(own, before, strict=True)
+    found += [f"the generator {name}" for (name, g), state in changed if state != _state(g)]
+    for text in dict.fromkeys(found):
+        warn_once(
+            f"random numbers {text}",
+            f"the step function draws random numbers by {text}. It is captured once, and all later "
+            f"steps and microbatches use the same ones. Draw with torch (torch.rand, torch.randn, "
+            f"dropout), or outside of the step function, and pass them as a tensor.",
+        )
+
+
+@contextlib.contextmanager
+def _functions_replaced(draws: Draws | None) -> Generator[tuple[list[str], list[str]]]:
+    """Gives calls of functions that draw to `draws`; those imported by name are not seen.
+
+    Collects those that stay what they are. Those of other threads, which load data meanwhile, go to
+    the second list.
+    """
+    found: list[str] = []
+    elsewhere: list[str] = []
+    own = threading.get_ident()
+
+    def replaced(module: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != own:
+                elsewhere.append(key)
+            elif current_recorder() is not None and key in _SEEDING:
+                if draws is not None:
+                    draws.seeded()
+            elif current_recorder() is not None:
+                given = NotImplemented
+                if draws is not None:
+                    given = draws.give(module, key, args, kwargs)
+                if given is not NotImplemented:
+                    return given
+                if module != "torch":
+                    found.append(f"{module}.{key}{at_user_line()}")
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name, module in _DRAWING.items():
+            drawing = {
+                key: replaced(name, key, function)
+                for key in module.__all__
+                if callable(function := getattr(module, key))
+                and not isinstance(function, type)
+                and key not in _NOT_DRAWING
+            }
+            stack.enter_context(exchanged(module, **drawing))
+        if draws is not None:
+            scalars = {key: replaced("torch", key, getattr(torch, key)) for key in _SCALARS}
+            stack.enter_context(exchanged(torch, **scalars))
+        yield found, elsewhere
+
+
+def _state(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return str(generator.getstate())
+    return str(generator.bit_generator.state)
+
+
+def _global_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), rest
+
+
+# --- iterators ----------------------------------------------------------------------------------
+
+
+class _Refusing:
+    """Stands for an iterator while a step is captured."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __iter__(self) -> "_Refusing":
+        return self
+
+    def __next__(self) -> Any:
+        raise _refusal(self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refusal(self._name)
+
+
+def _refusal(name: str) -> CaptureError:
+    return CaptureError(
+        f"The step function reads {name}{at_user_line()}. A step is captured once as a graph, so "
+        f"that it would get the first batch for ever. Take the batch outside, and pass it to the "
+        f"step function as an argument."
+    )
+
+
+@contextlib.contextmanager
+def iterators_refused(reached: Sequence[Place]) -> Generator[None]:
+    """Makes reading from iterators and DataLoaders an error in a step function.
+
+    Those that it reaches have stand-ins meanwhile.
+
+    Raises:
+        CaptureError: the function read one.
+    """
+    loader: Any = DataLoader
+    original = loader.__iter__
+    own = threading.get_ident()
+    found = ((place, place.put) for place in reached if _is_iterator(place.value))
+    iterators = [(place, put) for place, put in found if put is not None]
+
+    def refuse(self: Any) -> Any:
+        if threading.get_ident() != own or current_recorder() is None:
+            return original(self)  # a thread that loads data meanwhile
+        raise _refusal(f"a {type(self).__name__}")
+
+    try:
+        for place, put in iterators:
+            put(_Refusing(f"the iterator {place.name}"))
+        with exchanged(loader, __iter__=refuse):
+            yield
+    finally:
+        for place, put in iterators:
+            put(place.value)
+
+
+def argument_without_iterator(value: Any, path: str) -> Any:
+    """A stand-in for an argument that is an iterator; all else as it is."""
+    return _Refusing(f"the iterator in its argument {path}") if _is_iterator(value) else value
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether reading from it is getting the next of something; files are not meant."""
+    if isinstance(value, (torch.Tensor, nn.Module, io.IOBase, type)):
+        return False
+    return isinstance(value, Iterator) or type(value).__module__ == _LOADERS
