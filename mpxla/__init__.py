@@ -38,7 +38,7 @@ _SOURCES = {
         "delay_param_initialization", "model_creation", "register_parameter",
     ),
     "mpxla.parallel.model": ("DistributedModel",),
-    "mpxla.parallel.norms": ("clip_grad_norm_",),
+    "mpxla.parallel.gradients.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
     "mpxla.runtime.debug": ("debug_print",),
@@ -106,8 +106,8 @@ if TYPE_CHECKING:
     from mpxla.parallel.creation import delay_param_initialization as delay_param_initialization
     from mpxla.parallel.creation import model_creation as model_creation
     from mpxla.parallel.creation import register_parameter as register_parameter
+    from mpxla.parallel.gradients.norms import clip_grad_norm_ as clip_grad_norm_
     from mpxla.parallel.model import DistributedModel as DistributedModel
-    from mpxla.parallel.norms import clip_grad_norm_ as clip_grad_norm_
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
     from mpxla.parallel.tags import partition as partition
     from mpxla.parallel.tags import set_partition as set_partition

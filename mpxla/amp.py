@@ -1,5 +1,5 @@
 """`smp.amp`: mixed precision by SMP's names."""
 
-from mpxla.parallel.grad_scaler import GradScaler
+from mpxla.parallel.gradients.grad_scaler import GradScaler
 
 __all__ = ["GradScaler"]

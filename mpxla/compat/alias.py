@@ -28,7 +28,7 @@ from mpxla.compat.names import (
 )
 from mpxla.compat.optimizers import FusedLamb, FusedNovoGrad
 from mpxla.log import warn_once
-from mpxla.parallel.grad_scaler import GradScaler
+from mpxla.parallel.gradients.grad_scaler import GradScaler
 from mpxla.patches import checkpoint
 from mpxla.session import current
 from mpxla.user_lines import at_script_line

@@ -19,7 +19,7 @@ from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, REFUSED, Fate, Name, 
 from mpxla.compat.patching import View, show
 from mpxla.compat.randomness import DeviceRandomness
 from mpxla.compat.streams import NVTX_FUNCTIONS, STREAM_FUNCTIONS, synchronize
-from mpxla.parallel.grad_scaler import GradScaler
+from mpxla.parallel.gradients.grad_scaler import GradScaler
 from mpxla.user_lines import at_script_line
 
 __all__ = ["Autocast", "cuda_names"]

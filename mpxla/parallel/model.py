@@ -37,10 +37,11 @@ from mpxla.parallel.compute_dtype import (
 )
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.copies import DistributedCopy
-from mpxla.parallel.grad_scaler import see_all_overflows
+from mpxla.parallel.gradients.grad_scaler import see_all_overflows
+from mpxla.parallel.gradients.plain import PlainBackward
+from mpxla.parallel.gradients.reducer import TRANSFER_DTYPES, ReductionOptions
+from mpxla.parallel.gradients.torch_clipping import see_all_gradients
 from mpxla.parallel.models import cut_report, models_of
-from mpxla.parallel.plain import PlainBackward
-from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
 from mpxla.parallel.scripted import without_scripts
 from mpxla.parallel.sharded import (
     check_whole,
@@ -50,7 +51,6 @@ from mpxla.parallel.sharded import (
 from mpxla.parallel.state_dicts import PARTIAL_KEY, GivenValues, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
-from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module, check_options
 from mpxla.runtime.state import load_into

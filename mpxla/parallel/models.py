@@ -19,16 +19,16 @@ from mpxla.graph.partition.report import format_report
 from mpxla.graph.tensor.varying import split_parameters
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
-from mpxla.parallel.combined import ModelReducers
 from mpxla.parallel.copies import lending
-from mpxla.parallel.loss_scale import Unscaling
-from mpxla.parallel.norms import GradientNorm
-from mpxla.parallel.optimizer_state import parameters_of
+from mpxla.parallel.gradients.combined import ModelReducers
+from mpxla.parallel.gradients.loss_scale import Unscaling
+from mpxla.parallel.gradients.norms import GradientNorm
+from mpxla.parallel.gradients.reducer import GradientReducer, ReductionOptions
+from mpxla.parallel.gradients.rounds import Rounds
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.reducer import GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
-from mpxla.parallel.rounds import Rounds
 from mpxla.parallel.store import ParameterStore
+from mpxla.parallel.updates.optimizer_state import parameters_of
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink

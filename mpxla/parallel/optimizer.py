@@ -17,22 +17,22 @@ from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger, warn_once
 from mpxla.nn.distribute import refuse_with_shards
-from mpxla.parallel.carrier import take_along
-from mpxla.parallel.closures import Closure, ClosureSteps
-from mpxla.parallel.companions import tensors_beside
 from mpxla.parallel.contents import NoSuchAttributeError
-from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_parameters
-from mpxla.parallel.loss_scale import LossScale
-from mpxla.parallel.norms import clip_grad_norm_
-from mpxla.parallel.optimizer_state import Numbers, OptimizerState, parameters_of
-from mpxla.parallel.others import ParametersOfOthers, keeps_more_than_state
-from mpxla.parallel.pieces import SHARD_KEY, join_shards, published
+from mpxla.parallel.gradients.loss_scale import LossScale
+from mpxla.parallel.gradients.norms import clip_grad_norm_
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.replica import equalize_beside
 from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
-from mpxla.parallel.stochastic_rounding import StochasticRounding, check_parameters
-from mpxla.parallel.update import CompiledUpdate
-from mpxla.parallel.update_rounding import UpdateRounding
+from mpxla.parallel.updates.carrier import take_along
+from mpxla.parallel.updates.closures import Closure, ClosureSteps
+from mpxla.parallel.updates.companions import tensors_beside
+from mpxla.parallel.updates.elementwise import check_elementwise, is_elementwise, mixes_parameters
+from mpxla.parallel.updates.optimizer_state import Numbers, OptimizerState, parameters_of
+from mpxla.parallel.updates.others import ParametersOfOthers, keeps_more_than_state
+from mpxla.parallel.updates.pieces import SHARD_KEY, join_shards, published
+from mpxla.parallel.updates.rounding import UpdateRounding
+from mpxla.parallel.updates.stochastic_rounding import StochasticRounding, check_parameters
+from mpxla.parallel.updates.update import CompiledUpdate
 from mpxla.session import current
 
 __all__ = ["DistributedOptimizer"]

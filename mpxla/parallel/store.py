@@ -25,19 +25,19 @@ from torch import nn
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Backend, Buffer
 from mpxla.log import warn_once
-from mpxla.parallel.buckets import Bucket, fill_buckets, sum_gradients
-from mpxla.parallel.lent_gradients import LentGradients
-from mpxla.parallel.programs import Programs
-from mpxla.parallel.script_gradients import (
+from mpxla.parallel.gradients.buckets import Bucket, fill_buckets, sum_gradients
+from mpxla.parallel.gradients.in_scripts import (
     lend_gradient,
     mark,
     notice_unreached,
     own_gradient,
     set_own_gradient,
 )
+from mpxla.parallel.gradients.lent import LentGradients
+from mpxla.parallel.programs import Programs
 from mpxla.parallel.state_dicts import to_host
-from mpxla.parallel.update_copy import Masters, UpdateCopy
-from mpxla.parallel.zero import Parts, Pieces, Shard
+from mpxla.parallel.updates.copy import Masters, UpdateCopy
+from mpxla.parallel.updates.zero import Parts, Pieces, Shard
 from mpxla.runtime.divided import check_no_gradient
 from mpxla.runtime.state import ModelState
 from mpxla.stage.accumulation import accumulator_spec

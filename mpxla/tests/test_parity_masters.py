@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.parallel.optimizer_state import MASTER_KEY
+from mpxla.parallel.updates.optimizer_state import MASTER_KEY
 from mpxla.session import current
 from mpxla.tests.ranks.run import run_ranks
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.parallel.optimizer_state import MASTER_KEY
+from mpxla.parallel.updates.optimizer_state import MASTER_KEY
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_parity_masters import distance
 from mpxla.tests.test_parity_tensor import batch_of, build

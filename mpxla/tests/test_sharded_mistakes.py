@@ -194,7 +194,7 @@ def test_gradients_of_parameters_that_optimizers_do_not_hold():
 def change_gradients(key):
     """Runs on every rank: warnings of an update after each way to change gradients."""
     import mpxla as smp
-    from mpxla.parallel import script_gradients
+    from mpxla.parallel.gradients import in_scripts as script_gradients
 
     smp.init({**CONFIG, "sharded_data_parallel_degree": 1, key: 2 if "degree" in key else True})
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))

@@ -144,7 +144,7 @@ def test_clipped_and_unscaled_gradients_take_the_memory_of_the_old_ones(kind, li
 def update_peak(width, kind):
     """(bytes before an update, bytes at its peak) of AdamW, in eight parts where there are some."""
     import mpxla as smp
-    from mpxla.parallel import update_parts
+    from mpxla.parallel.updates import parts as update_parts
 
     update_parts.PART_BYTES = 1 << 18
     smp.init({})

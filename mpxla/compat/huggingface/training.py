@@ -18,7 +18,7 @@ from mpxla.compat.huggingface import steps
 from mpxla.compat.huggingface.batches import Batch, cut_batch
 from mpxla.compat.huggingface.metrics import Played
 from mpxla.compat.patching import Patches
-from mpxla.parallel.grad_scaler import GradScaler
+from mpxla.parallel.gradients.grad_scaler import GradScaler
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.parallel.state_dicts import to_host

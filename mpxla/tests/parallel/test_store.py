@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import mpxla
-from mpxla.parallel.optimizer_state import MASTER_KEY, OptimizerState
-from mpxla.parallel.pieces import OptimizerPieces
-from mpxla.parallel.script_gradients import own_gradient, set_own_gradient
+from mpxla.parallel.gradients.in_scripts import own_gradient, set_own_gradient
 from mpxla.parallel.store import ParameterStore
-from mpxla.parallel.update import CompiledUpdate
-from mpxla.parallel.update_copy import renewed
+from mpxla.parallel.updates.copy import renewed
+from mpxla.parallel.updates.optimizer_state import MASTER_KEY, OptimizerState
+from mpxla.parallel.updates.pieces import OptimizerPieces
+from mpxla.parallel.updates.update import CompiledUpdate
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests.comm.threads import threads_world
@@ -453,18 +453,18 @@ def test_renewal_and_rounding_are_one_program_each():
 WRITERS = {
     "parallel/store.py": "the store",
     "parallel/copies.py": "models and their copies exchange values",
-    "parallel/update.py": "gradients are hidden from the inner optimizer for a moment",
+    "parallel/updates/update.py": "gradients are hidden from the inner optimizer for a moment",
     "runtime/state.py": "parameters are moved to their ranks",
     "runtime/valueless.py": "shapes and dtypes of what other ranks hold",
     "parallel/compute_dtype.py": "models are converted before the store is made",
-    "parallel/script_gradients.py": "assignments to parameters that have masters",
-    "parallel/closures.py": "copies on the host, which only LBFGS sees",
-    "parallel/others.py": "copies of what other ranks hold, during an update",
+    "parallel/gradients/in_scripts.py": "assignments to parameters that have masters",
+    "parallel/updates/closures.py": "copies on the host, which only LBFGS sees",
+    "parallel/updates/others.py": "copies of what other ranks hold, during an update",
     "parallel/state_dicts.py": "counters of writes to copies",
     # Tensors of trials and of tracing, which no model has.
-    "parallel/elementwise.py": "a trial",
-    "parallel/update_state.py": "a trial",
-    "parallel/update_trace.py": "stand-ins",
+    "parallel/updates/elementwise.py": "a trial",
+    "parallel/updates/state.py": "a trial",
+    "parallel/updates/trace.py": "stand-ins",
 }
 
 
@@ -473,7 +473,7 @@ def test_nobody_else_writes_to_parameters():
     found = {
         str(path.relative_to(root))
         for folder in ("parallel", "runtime", "checkpoint")
-        for path in (root / folder).glob("*.py")
+        for path in (root / folder).rglob("*.py")
         if re.search(r"\.(data|grad) = ", path.read_text())
     }
     assert found == set(WRITERS)

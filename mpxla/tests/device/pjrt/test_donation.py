@@ -16,7 +16,7 @@ from mpxla.comm.transport import Members
 from mpxla.device.pjrt.arrays import copy_to_device
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.device.pjrt.donation import SparingExecutable
-from mpxla.parallel.update import CompiledUpdate
+from mpxla.parallel.updates.update import CompiledUpdate
 from mpxla.stage.pieces import CollectivePiece, ComputePiece
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec

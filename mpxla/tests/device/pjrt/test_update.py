@@ -5,7 +5,7 @@ import torch
 
 from mpxla.device.pjrt import executable
 from mpxla.device.pjrt.backend import PjrtBackend
-from mpxla.parallel.update import CompiledUpdate
+from mpxla.parallel.updates.update import CompiledUpdate
 
 pytestmark = pytest.mark.unit
 

@@ -1,0 +1,1 @@
+"""Gradients between the backward and the update: reduced over replicas, scaled, clipped, shown."""

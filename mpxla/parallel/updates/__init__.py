@@ -1,0 +1,1 @@
+"""The optimizer's update: its state and its programs, whole or divided over replicas."""
