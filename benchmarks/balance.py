@@ -62,7 +62,7 @@ def main() -> None:
 
 def _busy(path: Path) -> list[list[float]]:
     """Seconds of programs of every rank, by step."""
-    from mpxla.runtime.trace import load_trace
+    from mpxla.runtime.watching.trace import load_trace
     from mpxla.schedule.action import parse_action
 
     return [

@@ -41,10 +41,10 @@ _SOURCES = {
     "mpxla.parallel.gradients.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
-    "mpxla.runtime.debug": ("debug_print",),
-    "mpxla.runtime.metrics": ("metrics", "write_metrics"),
+    "mpxla.runtime.watching.debug": ("debug_print",),
+    "mpxla.runtime.watching.metrics": ("metrics", "write_metrics"),
     "mpxla.runtime.outputs": ("StepOutput",),
-    "mpxla.runtime.profile": ("profile",),
+    "mpxla.runtime.watching.profile": ("profile",),
     "mpxla.runtime.step": ("step",),
     "mpxla.session": ("init", "is_initialized", "shutdown"),
     "mpxla.topology": ("CommGroup", "RankType"),
@@ -111,12 +111,12 @@ if TYPE_CHECKING:
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
     from mpxla.parallel.tags import partition as partition
     from mpxla.parallel.tags import set_partition as set_partition
-    from mpxla.runtime.debug import debug_print as debug_print
-    from mpxla.runtime.metrics import metrics as metrics
-    from mpxla.runtime.metrics import write_metrics as write_metrics
     from mpxla.runtime.outputs import StepOutput as StepOutput
-    from mpxla.runtime.profile import profile as profile
     from mpxla.runtime.step import step as step
+    from mpxla.runtime.watching.debug import debug_print as debug_print
+    from mpxla.runtime.watching.metrics import metrics as metrics
+    from mpxla.runtime.watching.metrics import write_metrics as write_metrics
+    from mpxla.runtime.watching.profile import profile as profile
     from mpxla.session import init as init
     from mpxla.session import is_initialized as is_initialized
     from mpxla.session import shutdown as shutdown

@@ -21,7 +21,7 @@ from mpxla.tables import table
 if TYPE_CHECKING:
     from mpxla.device.backend import Lowering
     from mpxla.graph.cost import MachineModel
-    from mpxla.runtime.forecast import Forecast
+    from mpxla.runtime.plans.forecast import Forecast
 
 __all__ = ["add_parser"]
 
@@ -203,8 +203,8 @@ def _planned(
     """
     from mpxla.cli.factory import capture_factory, capture_part, load_factory
     from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
-    from mpxla.runtime.cut import cut_step
-    from mpxla.runtime.forecast import forecast
+    from mpxla.runtime.plans.cut import cut_step
+    from mpxla.runtime.plans.forecast import forecast
 
     memory = options.activation_memory
     keys = schedule_keys(options) | {"memory_weight": options.memory_weight}
@@ -263,7 +263,7 @@ def _divided(found: "Forecast", config: Config, size: int, limit: int | None) ->
         MpxlaError: more than the limit in any case.
     """
     from mpxla.graph.stepgraph import InputKind
-    from mpxla.runtime.automatic import bytes_of_divided
+    from mpxla.runtime.plans.automatic import bytes_of_divided
     from mpxla.stage.flat import FlatShard
 
     step, least = found.cut.step, config.sdp_param_persistence_threshold

@@ -17,8 +17,8 @@ from mpxla.errors import ConfigError, ScheduleError
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.partition.report import format_size
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.runtime.cut import CutStep, cut_step
-from mpxla.runtime.forecast import Forecast, forecast, predict_costs
+from mpxla.runtime.plans.cut import CutStep, cut_step
+from mpxla.runtime.plans.forecast import Forecast, forecast, predict_costs
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.choice import placement_of
 from mpxla.schedule.search import Candidate, Found, StepCosts, candidates, search

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpxla.cli.drawing import draw_timelines
 from mpxla.errors import MpxlaError
-from mpxla.runtime.trace import (
+from mpxla.runtime.watching.trace import (
     load_trace,
     measured_costs,
     measured_memory,

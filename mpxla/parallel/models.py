@@ -29,11 +29,11 @@ from mpxla.parallel.programs import Programs
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.updates.optimizer_state import parameters_of
-from mpxla.runtime.cut import CutStep
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.metrics import MetricsFile
+from mpxla.runtime.plans.cut import CutStep
 from mpxla.runtime.states import Member
+from mpxla.runtime.watching.metrics import MetricsFile
 from mpxla.session import Session, current
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from mpxla.graph.python.questions import draws_alike
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
 from mpxla.runtime.call import Call, as_inputs
-from mpxla.runtime.cut import CutStep
 from mpxla.runtime.model_watch import ModelView
-from mpxla.runtime.plans import Plan, Plans
+from mpxla.runtime.plans.cache import Plan, Plans
+from mpxla.runtime.plans.cut import CutStep
 from mpxla.runtime.signature import with_constants
 from mpxla.runtime.ways import Pass
 

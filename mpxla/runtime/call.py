@@ -11,7 +11,7 @@ import torch
 
 from mpxla.graph.python.counted import as_count
 from mpxla.graph.python.draws import Draw, Drawer
-from mpxla.runtime.plans import Plan
+from mpxla.runtime.plans.cache import Plan
 from mpxla.runtime.rewriting import problem_of_memory
 from mpxla.runtime.signature import Signature, with_constants
 from mpxla.runtime.ways import Pass, change_of_answers

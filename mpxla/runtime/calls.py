@@ -41,7 +41,7 @@ from mpxla.runtime.identity import Identities
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.model_watch import ModelView, ModelWatch
 from mpxla.runtime.number_policy import NumberPolicy
-from mpxla.runtime.plans import Plan, Plans
+from mpxla.runtime.plans.cache import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed, generator_state, set_generator_state
 from mpxla.runtime.sharing import ShardedCalls, Sharing

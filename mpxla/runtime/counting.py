@@ -16,7 +16,7 @@ from mpxla.graph.python.counted import FollowedRead, as_count
 from mpxla.log import warn_once
 from mpxla.runtime.call import Call, as_drawn, counted
 from mpxla.runtime.model_watch import ModelView
-from mpxla.runtime.plans import Plan, Plans
+from mpxla.runtime.plans.cache import Plan, Plans
 from mpxla.runtime.signature import Signature
 
 __all__ = ["Counters", "leave"]

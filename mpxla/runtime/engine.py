@@ -27,28 +27,28 @@ from mpxla.runtime.call import Call, left_flags, trained_by
 from mpxla.runtime.calls import Calls
 from mpxla.runtime.constants import Constants
 from mpxla.runtime.control import AnnouncedError, as_announced
-from mpxla.runtime.cut import CutStep
-from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.index_checks import IndexChecks
-from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples, split_arguments
 from mpxla.runtime.outputs import Part
-from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.passes import CallRunner
 from mpxla.runtime.placement import Placement
-from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
-from mpxla.runtime.plans import Plan
+from mpxla.runtime.plans.cache import Plan
+from mpxla.runtime.plans.cut import CutStep
+from mpxla.runtime.plans.cutting import StepCutter
+from mpxla.runtime.plans.kept_steps import KeptSteps
+from mpxla.runtime.plans.partition_store import write_decision
+from mpxla.runtime.plans.plan import StepPlan, compile_stages, describe_plan
+from mpxla.runtime.plans.scheduling import schedule_step
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.rewriting import write_back
 from mpxla.runtime.runner import Gathering, PlanRunner
-from mpxla.runtime.scheduling import schedule_step
-from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import Member, ModelStates
 from mpxla.runtime.step_writes import StepWrites, set_derived
+from mpxla.runtime.watching.metrics import Meter
+from mpxla.runtime.watching.sign_of_life import SignOfLife
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
 from mpxla.stage.making import graphs_made_quickly

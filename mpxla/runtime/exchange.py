@@ -14,8 +14,8 @@ from typing import TypeAlias
 import torch
 
 from mpxla.comm.handle import Handle
-from mpxla.runtime.cut import CutStep
 from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.plans.cut import CutStep
 
 __all__ = ["Result", "exchange_results"]
 

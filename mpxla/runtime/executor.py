@@ -15,11 +15,11 @@ import torch
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend, Executable
 from mpxla.errors import MpxlaError
-from mpxla.runtime.activations import PlannedStage
 from mpxla.runtime.buffers import LiveValues
 from mpxla.runtime.host_copies import HostCopies
 from mpxla.runtime.link import Arrival, PipelineLink
-from mpxla.runtime.recorder import Recorder, Wait
+from mpxla.runtime.plans.activations import PlannedStage
+from mpxla.runtime.watching.recorder import Recorder, Wait
 from mpxla.schedule.action import Action, Op, microbatch_of, peer_of
 from mpxla.schedule.copies import has_copies, offloads_done
 from mpxla.stage.spec import TensorSpec, Transfer

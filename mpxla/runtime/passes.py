@@ -25,13 +25,13 @@ from mpxla.errors import MpxlaError
 from mpxla.log import warn_once
 from mpxla.runtime.call import Call
 from mpxla.runtime.outputs import Part, build_outputs, leave_numbers
-from mpxla.runtime.plan import StepPlan
-from mpxla.runtime.plans import MAX_PLANS, Plan
-from mpxla.runtime.recorder import Recorder
+from mpxla.runtime.plans.cache import MAX_PLANS, Plan
+from mpxla.runtime.plans.plan import StepPlan
 from mpxla.runtime.reduction import Gradients, Reducers, StepReduction
 from mpxla.runtime.runner import Ran
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.valueless import AbsentParameter
+from mpxla.runtime.watching.recorder import Recorder
 from mpxla.runtime.ways import Pass
 
 __all__ = ["CallRunner"]

@@ -13,9 +13,9 @@ from mpxla.errors import StepError
 from mpxla.graph.partition.twins import Path, find_twins
 from mpxla.graph.split import trained_by
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.runtime.cut import CutStep
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.partition_store import cut_settings
+from mpxla.runtime.plans.cut import CutStep
+from mpxla.runtime.plans.partition_store import cut_settings
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.states import ModelStates
 from mpxla.session import Session

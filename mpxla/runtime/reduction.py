@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from mpxla.runtime.cut import CutStep
+from mpxla.runtime.plans.cut import CutStep
 
 __all__ = ["Gradients", "Reducers", "StepReduction"]
 

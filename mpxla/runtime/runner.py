@@ -13,16 +13,16 @@ from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Members
 from mpxla.device.backend import Backend, Buffer
 from mpxla.runtime.constants import Constants
-from mpxla.runtime.debug import problem_of_checks, show_prints
 from mpxla.runtime.exchange import Result, exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.plan import StepPlan
-from mpxla.runtime.recorder import Recorder
+from mpxla.runtime.plans.plan import StepPlan
 from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites, copy_held
+from mpxla.runtime.watching.debug import problem_of_checks, show_prints
+from mpxla.runtime.watching.recorder import Recorder
 from mpxla.schedule.lower import actions_of
 from mpxla.stage.flat import FlatShard
 

@@ -29,7 +29,7 @@ from mpxla.comm.objects import Objects
 from mpxla.comm.packing import as_memory
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Backend
-from mpxla.runtime.plans import Plan
+from mpxla.runtime.plans.cache import Plan
 from mpxla.runtime.signature import Signature
 
 __all__ = ["ShardedCalls", "Sharing"]

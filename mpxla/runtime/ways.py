@@ -18,7 +18,7 @@ import torch
 
 from mpxla.log import warn_once
 from mpxla.runtime.outputs import differ_in_form
-from mpxla.runtime.plans import Plan
+from mpxla.runtime.plans.cache import Plan
 
 __all__ = [
     "Pass",

@@ -63,7 +63,7 @@ def run_in_stages(
     """
     from mpxla.cli.factory import capture_factory
     from mpxla.config import Config
-    from mpxla.runtime.cut import cut_step
+    from mpxla.runtime.plans.cut import cut_step
 
     def step(model, batch):
         loss = loss_of(model, batch)

@@ -36,7 +36,7 @@ def train(keys, rows=ROWS, small_memory_of=None):
 
     The replica `small_memory_of` believes that it has no memory, so that it would choose otherwise.
     """
-    from mpxla.runtime import cutting
+    from mpxla.runtime.plans import cutting
     from mpxla.session import current
 
     lines = []

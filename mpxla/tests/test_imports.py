@@ -148,7 +148,7 @@ def test_imports_point_downwards():
 
 def test_the_check_sees_violations():
     assert layer_of("errors") < layer_of("graph.split") < layer_of("stage.lower")
-    assert layer_of("stage.lower") < layer_of("runtime.plan") < layer_of("parallel.model")
+    assert layer_of("stage.lower") < layer_of("runtime.plans.plan") < layer_of("parallel.model")
     assert layer_of("graph.split") == layer_of("stage.spec")
     assert {"runtime.states", "session"} <= set(imports_of("parallel.model"))
     assert group_of("comm.host") != group_of("schedule.lower")

@@ -11,7 +11,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.config import Config
 from mpxla.errors import MpxlaError, PartitionError
-from mpxla.runtime import cutting
+from mpxla.runtime.plans import cutting
 from mpxla.tests.models import classify, labelled, mlp
 from mpxla.tests.ranks.run import run_ranks
 
@@ -71,7 +71,7 @@ def test_a_decision_for_another_model_is_refused_everywhere(tmp_path):
 @pytest.mark.unit
 def test_files_that_cannot_be_used_and_other_settings(tmp_path, caplog):
     from mpxla.graph.cost import PartitionProblem
-    from mpxla.runtime.partition_store import read_decision, write_decision
+    from mpxla.runtime.plans.partition_store import read_decision, write_decision
 
     problem = PartitionProblem((), {}, (), (), (), ())
     absent = Config(load_partition=True, partition_file=str(tmp_path / "absent.json"))

@@ -102,7 +102,7 @@ def train_once(mark, microbatches, num_blocks):
 
 def predicted(model):
     from mpxla.graph.cost import MachineModel
-    from mpxla.runtime.forecast import forecast
+    from mpxla.runtime.plans.forecast import forecast
     from mpxla.session import current
 
     config, lowering = current().config, current().backend.lowering

@@ -32,7 +32,7 @@ from mpxla.parallel.gradients.buckets import (
 )
 from mpxla.parallel.gradients.join import Collective
 from mpxla.parallel.replica import Replica
-from mpxla.runtime.cut import CutStep
+from mpxla.runtime.plans.cut import CutStep
 
 if TYPE_CHECKING:
     from mpxla.parallel.gradients.reducer import GradientReducer

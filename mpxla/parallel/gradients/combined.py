@@ -15,7 +15,7 @@ from mpxla.log import warn_once
 from mpxla.parallel.gradients.bucketed import BucketedReduction, GradientFlow, Reduced
 from mpxla.parallel.gradients.reducer import GradientReducer
 from mpxla.parallel.gradients.rounds import Rounds
-from mpxla.runtime.cut import CutStep
+from mpxla.runtime.plans.cut import CutStep
 
 __all__ = ["CombinedReduction", "ModelReducers"]
 

@@ -12,8 +12,8 @@ from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
 from mpxla.config import Config
 from mpxla.errors import ScheduleError
 from mpxla.graph.cost import MachineModel
-from mpxla.runtime.cut import cut_step
-from mpxla.runtime.forecast import forecast
+from mpxla.runtime.plans.cut import cut_step
+from mpxla.runtime.plans.forecast import forecast
 from mpxla.tests.device.null import plain_lowering
 
 pytestmark = pytest.mark.unit

@@ -11,8 +11,8 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel
 from mpxla.parallel.models import cut_report
-from mpxla.runtime.cut import cut_step
-from mpxla.runtime.forecast import forecast
+from mpxla.runtime.plans.cut import cut_step
+from mpxla.runtime.plans.forecast import forecast
 from mpxla.tests.device.null import plain_lowering
 from mpxla.tests.nn.test_split_models import llama, words
 

@@ -6,9 +6,9 @@ from torch import nn
 from mpxla.config import Config
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import capture_step
-from mpxla.runtime.cut import cut_step
-from mpxla.runtime.plan import StepPlan, compile_stages
-from mpxla.runtime.scheduling import schedule_step
+from mpxla.runtime.plans.cut import cut_step
+from mpxla.runtime.plans.plan import StepPlan, compile_stages
+from mpxla.runtime.plans.scheduling import schedule_step
 from mpxla.tests.device.null import NullBackend
 
 NUM_MICROBATCHES = 3

@@ -185,7 +185,7 @@ def operators_of_stage(is_host):
     from mpxla.config import Config
     from mpxla.graph.capture.recorder import current_recorder
     from mpxla.graph.capture.step import capture_step
-    from mpxla.runtime.cut import cut_step
+    from mpxla.runtime.plans.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
     model = torch.nn.Sequential(

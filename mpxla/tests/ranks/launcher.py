@@ -39,7 +39,7 @@ __all__ = [
 
 _PRELOADED = (
     *("torch", "torch.export", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
-    *("mpxla.runtime.plan", "mpxla.comm.host", "pytest", "scipy.optimize", "torchvision"),
+    *("mpxla.runtime.plans.plan", "mpxla.comm.host", "pytest", "scipy.optimize", "torchvision"),
     "transformers.modeling_utils",
 )
 """What nearly every rank imports: these modules import most of mpxla, and tests import pytest.

@@ -16,11 +16,12 @@ from mpxla.env import LaunchEnv
 from mpxla.errors import LoweringError, MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.cost import MachineModel
-from mpxla.runtime import calls, cutting
-from mpxla.runtime.automatic import Choice
+from mpxla.runtime import calls
+from mpxla.runtime.plans import cutting
 from mpxla.runtime.control import AnnouncedError
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.microbatch import SplitRule
+from mpxla.runtime.plans.automatic import Choice
 from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import Member
 from mpxla.session import Session

@@ -10,7 +10,7 @@ from mpxla.runtime.call import Call
 from mpxla.runtime.constants import Constants
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.passes import CallRunner
-from mpxla.runtime.plans import Plan
+from mpxla.runtime.plans.cache import Plan
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.step_writes import StepWrites
 from mpxla.runtime.ways import Pass

@@ -57,7 +57,7 @@ def attributed_and_lowered(name, window):
     """Saved bytes of the stages of several cuts, as the partitioner sees them and as they are."""
     from mpxla.config import Config
     from mpxla.runtime import saved
-    from mpxla.runtime.cut import cut_step
+    from mpxla.runtime.plans.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
     before = saved.LARGEST_WINDOW, saved.SMALLEST_MODULE
@@ -134,7 +134,7 @@ def kept_by_gpts():
     """Bytes of one microbatch: no blocks, eight blocks, and eight checkpointed blocks."""
     from mpxla.cli.factory import capture_factory
     from mpxla.config import Config
-    from mpxla.runtime.cut import cut_step
+    from mpxla.runtime.plans.cut import cut_step
     from mpxla.runtime.saved import saved_bytes
     from mpxla.stage.lower import TracedStage
 
@@ -164,7 +164,7 @@ def test_a_checkpointed_gpt_keeps_the_inputs_of_its_blocks():
 
 def cuts_by_schedule(choices):
     from mpxla.config import Config
-    from mpxla.runtime.cut import cut_step
+    from mpxla.runtime.plans.cut import cut_step
 
     step, found = captured_deep(), []
     for pipeline, memory_weight in choices:

@@ -10,7 +10,7 @@ def middle_stage(module, shape, for_speed=False):
     """The stage in the middle of three, which has inputs with gradients and parameters."""
     from mpxla.config import Config
     from mpxla.graph.capture.step import capture_step
-    from mpxla.runtime.cut import cut_step
+    from mpxla.runtime.plans.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
     class Model(nn.Module):

@@ -29,8 +29,8 @@ def differences(
         How far loss and gradient of the weight are off, relative to their largest element, and the
         operators that ran on the host.
     """
-    from mpxla.runtime.activations import PlannedStage
-    from mpxla.runtime.plan import _compile_stage
+    from mpxla.runtime.plans.activations import PlannedStage
+    from mpxla.runtime.plans.plan import _compile_stage
 
     torch.manual_seed(0)
     x = torch.randn(shape)
@@ -62,7 +62,7 @@ def _lowered(model, x):
     from mpxla.config import Config
     from mpxla.graph.capture.recorder import current_recorder
     from mpxla.graph.capture.step import capture_step
-    from mpxla.runtime.cut import cut_step
+    from mpxla.runtime.plans.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
     def step(leaves):

@@ -12,8 +12,8 @@ from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
 from mpxla.graph.stepgraph import is_random
 from mpxla.parallel.checkpointing import set_activation_checkpointing
-from mpxla.runtime.activations import recomputed_nodes
-from mpxla.runtime.cut import cut_step
+from mpxla.runtime.plans.activations import recomputed_nodes
+from mpxla.runtime.plans.cut import cut_step
 from mpxla.runtime.saved import saved_bytes
 from mpxla.stage.lower import TracedStage
 from mpxla.tests.device.null import plain_lowering

@@ -12,7 +12,7 @@ from mpxla.device.eager import EagerBackend
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import capture_step
 from mpxla.graph.collectives import is_collective
-from mpxla.runtime.cut import cut_step
+from mpxla.runtime.plans.cut import cut_step
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import TracedStage

@@ -15,10 +15,10 @@ from mpxla.config import Config
 from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import capture_step
-from mpxla.runtime.cut import CutStep, cut_step
 from mpxla.runtime.executor import Executor, StepRun
-from mpxla.runtime.plan import compile_stages
-from mpxla.runtime.scheduling import schedule_step
+from mpxla.runtime.plans.cut import CutStep, cut_step
+from mpxla.runtime.plans.plan import compile_stages
+from mpxla.runtime.plans.scheduling import schedule_step
 from mpxla.schedule.action import Action, Op
 from mpxla.tests.backends import backend_here
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 def hold_and_predict(pipeline):
     from mpxla.graph.cost import MachineModel
     from mpxla.runtime.buffers import LiveValues
-    from mpxla.runtime.forecast import forecast
+    from mpxla.runtime.plans.forecast import forecast
     from mpxla.session import current
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": pipeline})

@@ -10,10 +10,10 @@ from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
 from mpxla.errors import ConfigError
 from mpxla.graph.cost import MachineModel
-from mpxla.runtime.activations import plan_stages, stage_bytes
-from mpxla.runtime.cut import cut_step
-from mpxla.runtime.forecast import forecast
-from mpxla.runtime.scheduling import schedule_step
+from mpxla.runtime.plans.activations import plan_stages, stage_bytes
+from mpxla.runtime.plans.cut import cut_step
+from mpxla.runtime.plans.forecast import forecast
+from mpxla.runtime.plans.scheduling import schedule_step
 from mpxla.schedule.analysis import peak_bytes
 from mpxla.tests.device.null import plain_lowering
 

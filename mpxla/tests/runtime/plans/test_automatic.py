@@ -9,7 +9,7 @@ from torch import nn
 from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
 from mpxla.graph.cost import MachineModel
-from mpxla.runtime.automatic import (
+from mpxla.runtime.plans.automatic import (
     bytes_of_divided,
     choose,
     device_bytes,
@@ -18,9 +18,9 @@ from mpxla.runtime.automatic import (
     is_worth_choosing,
     with_keys,
 )
-from mpxla.runtime.cut import cut_step
+from mpxla.runtime.plans.cut import cut_step
+from mpxla.runtime.plans.scheduling import schedule_step, stage_costs
 from mpxla.runtime.saved import saved_tensors
-from mpxla.runtime.scheduling import schedule_step, stage_costs
 from mpxla.schedule.simulate import simulate
 from mpxla.stage.flat import FlatShard
 from mpxla.tests.device.null import plain_lowering

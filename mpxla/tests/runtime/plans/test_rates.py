@@ -14,8 +14,8 @@ from mpxla.device.eager import EagerBackend
 from mpxla.env import LaunchEnv
 from mpxla.graph.cost import MachineModel
 from mpxla.kept import open_kept
-from mpxla.runtime import rates
-from mpxla.runtime.rates import device_rates, measure_rates, rates_of_job
+from mpxla.runtime.plans import rates
+from mpxla.runtime.plans.rates import device_rates, measure_rates, rates_of_job
 from mpxla.tests.device.null import NullBackend
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.topology import Topology

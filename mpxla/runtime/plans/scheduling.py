@@ -5,7 +5,7 @@ This module must not know programs.
 
 from mpxla.config import Config
 from mpxla.graph.cost import MachineModel
-from mpxla.runtime.cut import CutStep
+from mpxla.runtime.plans.cut import CutStep
 from mpxla.schedule.action import Action
 from mpxla.schedule.choice import compute_actions, custom_schedule
 from mpxla.schedule.copies import add_copies, has_copies

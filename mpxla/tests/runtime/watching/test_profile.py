@@ -60,7 +60,7 @@ def test_wrong_use_is_explained(trace):
 
 
 def test_every_action_of_every_rank_is_there(trace):
-    from mpxla.runtime.trace import load_trace, measured_timeline, pipelines
+    from mpxla.runtime.watching.trace import load_trace, measured_timeline, pipelines
     from mpxla.schedule.action import parse_schedule
 
     (group,) = pipelines(load_trace(trace[0]))
@@ -77,7 +77,7 @@ def test_every_action_of_every_rank_is_there(trace):
 
 def test_a_program_starts_after_what_it_reads(trace):
     """Clocks of ranks agree, and waits end before programs begin."""
-    from mpxla.runtime.trace import load_trace, measured_timeline, pipelines
+    from mpxla.runtime.watching.trace import load_trace, measured_timeline, pipelines
 
     (group,) = pipelines(load_trace(trace[0]))
     timeline = measured_timeline(group, 1)
@@ -99,7 +99,7 @@ def test_perfetto_gets_measured_beside_predicted(trace):
 
 
 def test_memory_over_time_is_beside_the_timeline(trace):
-    from mpxla.runtime.trace import load_trace, measured_memory, pipelines
+    from mpxla.runtime.watching.trace import load_trace, measured_memory, pipelines
 
     (group,) = pipelines(load_trace(trace[0]))
     events = json.loads(trace[0].read_text())["traceEvents"]
@@ -120,7 +120,7 @@ def test_memory_over_time_is_beside_the_timeline(trace):
 
 @pytest.mark.slow
 def test_copies_have_rows_of_their_own(tmp_path):
-    from mpxla.runtime.trace import load_trace, pipelines
+    from mpxla.runtime.watching.trace import load_trace, pipelines
 
     path = tmp_path / "trace.json"
     for plain, again, _, _ in run_ranks(profiled, 2, path, "simple", OFFLOAD, timeout_s=120):

@@ -27,7 +27,10 @@ from mpxla.graph.tensor.split_dims import check_split_dims
 from mpxla.graph.tensor.varying import mark_varying
 from mpxla.graph.tensor.vocabulary import divide_losses
 from mpxla.log import get_logger
-from mpxla.runtime.automatic import (
+from mpxla.runtime.call import Call
+from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.placement import Placement
+from mpxla.runtime.plans.automatic import (
     bytes_of_divided,
     choose,
     device_bytes,
@@ -36,16 +39,13 @@ from mpxla.runtime.automatic import (
     is_worth_choosing,
     with_keys,
 )
-from mpxla.runtime.call import Call
-from mpxla.runtime.control import ControlChannel
-from mpxla.runtime.cut import CutStep, cut_step, weighs_memory
-from mpxla.runtime.kept_steps import KeptSteps
-from mpxla.runtime.placement import Placement
-from mpxla.runtime.rates import rates_of_job
-from mpxla.runtime.sign_of_life import SignOfLife
+from mpxla.runtime.plans.cut import CutStep, cut_step, weighs_memory
+from mpxla.runtime.plans.kept_steps import KeptSteps
+from mpxla.runtime.plans.rates import rates_of_job
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import Member, ModelStates
 from mpxla.runtime.tracing import Tracing
+from mpxla.runtime.watching.sign_of_life import SignOfLife
 from mpxla.session import Session
 from mpxla.stage.timing import measure_operators
 

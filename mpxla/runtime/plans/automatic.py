@@ -16,8 +16,8 @@ from typing import Any
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel, PartitionProblem
-from mpxla.runtime.cut import CutStep
-from mpxla.runtime.scheduling import schedule_step, simulate_step, stage_costs
+from mpxla.runtime.plans.cut import CutStep
+from mpxla.runtime.plans.scheduling import schedule_step, simulate_step, stage_costs
 from mpxla.schedule.action import Op
 from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.stage.flat import FlatShard

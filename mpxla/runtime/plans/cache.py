@@ -20,8 +20,8 @@ from mpxla.graph.python.numbers_of_ways import DecidingRead, LeftNamesRead
 from mpxla.graph.python.questions import state_read
 from mpxla.graph.python.state import OnceRead
 from mpxla.log import get_logger
-from mpxla.runtime.cut import CutStep
 from mpxla.runtime.model_watch import ModelView
+from mpxla.runtime.plans.cut import CutStep
 from mpxla.runtime.signature import Signature
 
 __all__ = ["MAX_PLANS", "Plan", "Plans"]

@@ -23,8 +23,8 @@ from mpxla.env import cores_per_process
 from mpxla.graph.cost import MachineModel
 from mpxla.kept import key_of
 from mpxla.log import get_logger
-from mpxla.runtime.automatic import free_keys
 from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.plans.automatic import free_keys
 from mpxla.session import Session
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.timing import fastest

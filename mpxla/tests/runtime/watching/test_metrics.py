@@ -15,8 +15,8 @@ import mpxla as smp
 from mpxla.cli.main import main
 from mpxla.cli.top import rows
 from mpxla.errors import MpxlaError
-from mpxla.runtime.metrics import Meter, MetricsFile
-from mpxla.runtime.sign_of_life import SignOfLife
+from mpxla.runtime.watching.metrics import Meter, MetricsFile
+from mpxla.runtime.watching.sign_of_life import SignOfLife
 from mpxla.tests.ranks.run import run_ranks
 
 STAGES = 2
@@ -227,7 +227,7 @@ def test_other_ranks_are_silent_and_a_short_work_says_nothing():
 
 def parts_of_a_compilation():
     """What the sign of life would say while two stages' programs are made."""
-    from mpxla.runtime import sign_of_life
+    from mpxla.runtime.watching import sign_of_life
 
     parts = []
     original = sign_of_life.SignOfLife.at

@@ -8,11 +8,11 @@ from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
 from mpxla.graph.stepgraph import describe
 from mpxla.kept import Kept, open_kept
-from mpxla.runtime.activations import plan_stages
-from mpxla.runtime.cut import cut_step
-from mpxla.runtime.kept_steps import KeptSteps
+from mpxla.runtime.plans.activations import plan_stages
+from mpxla.runtime.plans.cut import cut_step
+from mpxla.runtime.plans.kept_steps import KeptSteps
+from mpxla.runtime.plans.scheduling import schedule_step
 from mpxla.runtime.saved import saved_tensors
-from mpxla.runtime.scheduling import schedule_step
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests.device.null import NullBackend
 
@@ -51,7 +51,7 @@ def refuse():
 def test_saved_tensors(kept, monkeypatch):
     saved = kept.saved(captured())
     assert saved == saved_tensors(captured(), NullBackend().lowering)
-    monkeypatch.setattr("mpxla.runtime.kept_steps.saved_tensors", lambda *_: refuse())
+    monkeypatch.setattr("mpxla.runtime.plans.kept_steps.saved_tensors", lambda *_: refuse())
     assert kept.saved(captured()) == saved
     with pytest.raises(AssertionError):
         kept.saved(captured(width=9))

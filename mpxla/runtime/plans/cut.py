@@ -19,7 +19,7 @@ from mpxla.graph.regions import check_regions
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
-from mpxla.runtime.partition_store import read_decision
+from mpxla.runtime.plans.partition_store import read_decision
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.choice import in_flight, paces, placement_of
 from mpxla.schedule.dataflow import Edge

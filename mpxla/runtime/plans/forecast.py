@@ -13,10 +13,10 @@ from mpxla.config import Config
 from mpxla.device.backend import Lowering
 from mpxla.graph.collectives import collective_bytes
 from mpxla.graph.cost import MachineModel
-from mpxla.runtime.activations import PlannedStage, plan_stages, recomputed_nodes
-from mpxla.runtime.cut import CutStep
+from mpxla.runtime.plans.activations import PlannedStage, plan_stages, recomputed_nodes
+from mpxla.runtime.plans.cut import CutStep
+from mpxla.runtime.plans.scheduling import schedule_step, simulate_step, stage_costs
 from mpxla.runtime.saved import held_bytes
-from mpxla.runtime.scheduling import schedule_step, simulate_step, stage_costs
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts

@@ -24,7 +24,7 @@ from mpxla.graph.portable import dumped, loaded
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.tensor.varying import VARYING
 from mpxla.kept import Kept, key_of
-from mpxla.runtime.activations import PlannedStage
+from mpxla.runtime.plans.activations import PlannedStage
 from mpxla.runtime.saved import saved_tensors
 from mpxla.stage.spec import StageSpec, TensorSpec
 

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from mpxla.errors import MpxlaError
-from mpxla.runtime.recorder import Recorder
-from mpxla.runtime.trace import merge_ranks
+from mpxla.runtime.watching.recorder import Recorder
+from mpxla.runtime.watching.trace import merge_ranks
 from mpxla.session import current
 
 __all__ = ["Profile", "profile"]

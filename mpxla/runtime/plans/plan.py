@@ -9,11 +9,11 @@ from mpxla.device.backend import Backend, Executable, Lowering
 from mpxla.graph.collectives import REPLICA_GROUP
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.stepgraph import is_random
-from mpxla.runtime.activations import PlannedStage, plan_stages, stage_bytes
-from mpxla.runtime.cut import CutStep
 from mpxla.runtime.executor import CompiledStage
-from mpxla.runtime.kept_steps import KeptSteps
-from mpxla.runtime.scheduling import stage_costs
+from mpxla.runtime.plans.activations import PlannedStage, plan_stages, stage_bytes
+from mpxla.runtime.plans.cut import CutStep
+from mpxla.runtime.plans.kept_steps import KeptSteps
+from mpxla.runtime.plans.scheduling import stage_costs
 from mpxla.schedule.action import Action, format_schedule
 from mpxla.schedule.analysis import StageBytes, held_over_time
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard

@@ -1,0 +1,1 @@
+"""What steps do and cost, for people: metrics, profiles, traces, values, signs of life."""
