@@ -17,10 +17,10 @@ from mpxla.errors import LoweringError, MpxlaError, PeerFailure, RankMismatch, S
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime import calls
-from mpxla.runtime.plans import cutting
 from mpxla.runtime.control import AnnouncedError
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.microbatch import SplitRule
+from mpxla.runtime.plans import cutting
 from mpxla.runtime.plans.automatic import Choice
 from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import Member
