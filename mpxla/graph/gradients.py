@@ -11,7 +11,7 @@ This module must not know about stages.
 
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -55,7 +55,7 @@ __all__ = [
 
 _aten = torch.ops.aten
 _library = torch.library.Library("mpxla_gradients", "DEF")
-_library.define("leaf(Tensor tensor) -> Tensor")
+_library.define("leaf(Tensor tensor, bool from_start=False) -> Tensor")
 _library.define(
     "of(Tensor[] results, Tensor[] leaves, Tensor[] seeds, bool create_graph) -> Tensor[]"
 )
@@ -72,7 +72,7 @@ def _zeros(ctx: Any, _: Any) -> tuple[Any, ...]:
     return *([torch.zeros_like(tensor) for tensor in given] for given in ctx.tensors), None
 
 
-_library.impl("leaf", torch.clone, "CompositeExplicitAutograd")
+_library.impl("leaf", lambda tensor, _=False: tensor.clone(), "CompositeExplicitAutograd")
 _library.impl(
     "of", lambda _, leaves, *__: [torch.empty_like(x) for x in leaves], "CompositeExplicitAutograd"
 )
@@ -86,40 +86,17 @@ class Gradients:
 
     Args:
         flags: of the model's parameters.
+        first_of: gives what stands for a tensor as it was before hidden writes; itself without any.
     """
 
-    def __init__(self, flags: Flags) -> None:
-        self._flags = flags
+    def __init__(self, flags: Flags, first_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._flags, self._first_of = flags, first_of
         self._leaves: Any = WeakTensorKeyDictionary()
-        # Tensors that keep their gradient: of how many losses it is, and the gradient.
-        self._retained: Any = WeakTensorKeyDictionary()
 
     def becomes_leaf(self, tensor: torch.Tensor) -> None:
         """Says that what is computed with a tensor depends on it from here on, not before."""
         if tensor.is_floating_point() and not tensor.requires_grad:
             self._leaves[tensor] = LEAF(tensor)
-
-    def retain(self, tensor: torch.Tensor) -> None:
-        """Does what `retain_grad()` does; leaves keep their gradient anyway."""
-        if not tensor.requires_grad:
-            raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
-        if not tensor.is_leaf:
-            self._retained[tensor] = 0, None
-
-    def is_retained(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is no parameter, and keeps its gradient."""
-        return tensor in self._retained
-
-    def retained(self, tensor: torch.Tensor, losses: Sequence[torch.Tensor]) -> Any:
-        """The gradient of a tensor after the backwards of some losses; None without a part in them.
-
-        As the value of `torch.autograd.grad`: that of the whole step comes later.
-        """
-        if self._retained[tensor][0] != len(losses):
-            own = [loss for loss in losses if loss.requires_grad]
-            found = torch.autograd.grad(own, tensor, retain_graph=True, allow_unused=True)[0]
-            self._retained[tensor] = len(losses), found
-        return self._retained[tensor][1]
 
     def is_outside(self, outputs: Any) -> bool:
         """Whether what a function of the user's differentiates was made before, in the step."""
@@ -162,7 +139,7 @@ class Gradients:
         pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
         given = [torch.ones_like(r) if s is None else s for r, s in pairs]
         used = [leaf for leaf, g in zip(leaves, found, strict=True) if g is not None]
-        asked = [self._leaves.get(leaf, leaf) for leaf in used]
+        asked = [self._leaves.get(leaf, self._first_of(leaf)) for leaf in used]
         with torch.set_grad_enabled(create_graph):
             gradients: list[torch.Tensor | None] = list(
                 GRADIENTS_OF([r for r, _ in pairs], asked, given, create_graph)
@@ -257,7 +234,7 @@ def expand_call(graph: fx.Graph, call: fx.Node) -> None:
 def without_detaches(node: fx.Node) -> fx.Node:
     """A leaf that a region without gradients has handed out."""
     start = node
-    while start.target in (_aten.detach.default, _aten.alias.default):
+    while start.target in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
         start = input_of(start)
     return start if start.target is LEAF else node
 
@@ -267,6 +244,7 @@ def path_of(
 ) -> dict[fx.Node, None]:
     """Nodes through which results depend on what they are differentiated by, in order."""
     dependent = {n for n in since if n.target is not LEAF}
+    dependent |= {input_of(n) for n in since if n.target is LEAF and arguments_of(n)[1:] == (True,)}
     nodes: list[fx.Node] = []
     for node in graph.nodes:
         if node is call:

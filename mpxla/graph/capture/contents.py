@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.flags import Flags
+from mpxla.graph.gradients import LEAF
 from mpxla.graph.later_values import LATER
 from mpxla.graph.user_code import at_user_line
 
@@ -46,6 +47,7 @@ class Contents:
         self.origins: Any = WeakTensorKeyDictionary()
         self._data: Any = WeakTensorKeyDictionary()
         self._before: Any = WeakTensorKeyDictionary()
+        self._first: Any = WeakTensorKeyDictionary()
         self._times_given: Any = WeakTensorKeyDictionary()
         self._memory: Any = WeakTensorKeyDictionary()
         self._reads: Any = WeakTensorKeyDictionary()
@@ -70,7 +72,14 @@ class Contents:
         if tensor not in self._data:
             with torch.enable_grad():
                 self._before[tensor] = tensor.clone()
+            if tensor.requires_grad and tensor not in self._first:
+                with torch.no_grad():
+                    self._first[tensor] = LEAF(tensor, True)
             self._data[tensor] = tensor.detach()
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor where it is differentiated by: writes give it other values."""
+        return self._first.get(tensor, tensor)
 
     def give(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         """`tensor.data = data`."""

@@ -43,6 +43,7 @@ from mpxla.graph.capture.hooks import attributes_kept, refuse_gradients
 from mpxla.graph.capture.pieces import Joins, Pieces
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.recurrent import Recurrences
+from mpxla.graph.capture.retained import BACKWARD, Retained
 from mpxla.graph.capture.selects import Selected
 from mpxla.graph.capture.sparse import has_sparse, is_sparse, run_sparse
 from mpxla.graph.capture.tensor_places import Attribute, attributes_of
@@ -106,7 +107,8 @@ class StepSemantics(TorchFunctionMode):
         self.of_function = (False, False)
         if answers is not None:
             answers.is_function_traced = lambda: self.of_function[0]
-        self._gradients = Gradients(flags)
+        self._gradients = Gradients(flags, self.writes.contents.first)
+        self._retained = Retained(flags, torch.autograd.grad, _losses)
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,11 +122,15 @@ class StepSemantics(TorchFunctionMode):
             or self._gradients.is_outside(args[0] if args else kwargs["outputs"])
         ):
             return self._gradients.grad(*args, **kwargs)
+        if not self.of_function[0] and self._retained.takes(func, args, kwargs):
+            with self:
+                return self._retained.call(func, args, kwargs)
         if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
                 f"model.backward(loss) there: gradients have to flow through all stages. For the "
-                f"gradient of an input alone: (g,) = torch.autograd.grad(loss, x)."
+                f"gradient of an input alone: (g,) = torch.autograd.grad(loss, x), or "
+                f"loss.backward(inputs=[x])."
             )
         if self.replicas.takes(func):
             with self:
@@ -136,13 +142,6 @@ class StepSemantics(TorchFunctionMode):
             kind = f"{str(args[0].dtype)[6:]}{list(args[0].shape)}"
             is_number = func is torch.Tensor.__format__ and not args[0].dim()
             return text_without_value(kind, *args) if is_number else NO_VALUE.format(kind)
-        if func is torch.Tensor.retain_grad and not self.of_function[0]:
-            return self._gradients.retain(args[0])
-        if func == _GET_GRADIENT and self._gradients.is_retained(args[0]):
-            recorder = current_recorder()
-            assert recorder is not None, "a step is captured"
-            with self:
-                return self._gradients.retained(args[0], recorder.objectives)
         if not all(self.of_function):
             refuse_gradients(func, args)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
@@ -256,6 +255,13 @@ class StepSemantics(TorchFunctionMode):
         return [owners.get(_memory(value), value) for value in values]
 
 
+def _losses() -> Sequence[torch.Tensor]:
+    """Those whose backward was called so far."""
+    recorder = current_recorder()
+    assert recorder is not None, "a step is captured"
+    return recorder.objectives
+
+
 def _is_absent(value: torch.Tensor) -> bool:
     """Whether a tensor was computed from parameters of other ranks, which have its values."""
     known = (torch.Tensor, nn.Parameter, FakeTensor)
@@ -311,10 +317,8 @@ _OF_NUMBERS = frozenset(
 """They take no sizes, and nothing that is computed with a size at once."""
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _flag: Any = torch.Tensor.requires_grad
-_gradient: Any = torch.Tensor.grad
-_GET_GRADIENT = _gradient.__get__
 _GET_FLAG, _SET_FLAG = _flag.__get__, (torch.Tensor.requires_grad_, _flag.__set__)
-_AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_AUTOGRAD = (*BACKWARD, torch.autograd.grad)
 _VERDICTS: dict[Any, Any] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), torch.isclose),

@@ -47,6 +47,7 @@ from mpxla.graph.capture.modes import (
 from mpxla.graph.capture.modules import modules_noted
 from mpxla.graph.capture.pieces import Joins
 from mpxla.graph.capture.recorder import BackwardRecorder, recording_to
+from mpxla.graph.capture.retained import backward_told
 from mpxla.graph.capture.sparse import refuse_sparse
 from mpxla.graph.capture.tensor_places import Attribute, NewAttributesError
 from mpxla.graph.capture.transforms import transforms_captured
@@ -234,6 +235,7 @@ class _StepModule(nn.Module):
                 modules_noted(self, self.returned.modules),
                 module_hooks_captured(),
                 optimizers_refused(),
+                backward_told(),
                 transforms_captured(),
                 numbers_in_math(self._counts.number_of),
                 assigned_buffers_written(self.model),
