@@ -16,7 +16,7 @@ from mpxla.graph.capture.carried import settle
 from mpxla.graph.capture.reads import ModuleRead, ValueRead
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import Known, capture_step, with_values_if_needed
-from mpxla.graph.python.answers import Guess
+from mpxla.graph.python.answers import Guess, Trial
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import (
     attributes_noted,
@@ -59,7 +59,8 @@ class Tracing:
     `values` gives the tensor leaves of one microbatch, where Python needs them; `state` is what
     captures leave in attributes. `decided` is for `capture_step`, and the function's own from call
     to call: all its ways ask alike. So are `replicas` and `floats`. `rewritten` gets the paths of
-    arguments that the function changes; its own, too.
+    arguments that the function changes; its own, too. `sized` gets the answers after which values
+    of inputs have to decide sizes; ways that begin so need not be tried without.
     """
 
     function: Callable[..., Any]
@@ -72,6 +73,7 @@ class Tracing:
     replicas: Sequence[int] = ()
     floats: Floats = field(default_factory=Floats)
     rewritten: set[str] = field(default_factory=set)
+    sized: set[tuple[int, ...]] = field(default_factory=set)
 
     def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
         """Captures a step with as many of its floats as inputs as Python lets it.
@@ -106,7 +108,7 @@ class Tracing:
     def _find_masks_that_decide(self, signature: Signature, drawer: Drawer | None) -> None:
         """Goes through the whole function, before the first question, which is only a part."""
         self.state.is_trial = True
-        for guess in (Guess(False), Guess(True)):
+        for guess in (Trial(False), Trial(True)):
             with contextlib.suppress(Exception):  # a way that is not to be taken may raise
                 self._with_few_draws(replace(signature, answers=(guess,)), drawer)
         self.state.is_trial = False
@@ -146,8 +148,17 @@ class Tracing:
             _, (found,) = with_constants(signature, [self.values()], constants)
             return found
 
-        needs = signature.answers is not None
-        return with_values_if_needed(lambda known: self._drawn(chosen, known, draws), given, needs)
+        answers = signature.answers
+
+        def capture(known: Known | None) -> Traced:
+            found = self._drawn(chosen, known, draws)
+            is_sized = known is not None and known.decide_sizes
+            if is_sized and answers is not None and not any(isinstance(a, Guess) for a in answers):
+                self.sized.add(answers)
+            return found
+
+        is_sized = answers is not None and any(s == answers[: len(s)] for s in self.sized)
+        return with_values_if_needed(capture, given, answers is not None, is_sized)
 
     def _drawn(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
         """Captures once more if it has drawn."""

@@ -96,6 +96,7 @@ class StepCutter:
         self._decided: defaultdict[str, set[str]] = defaultdict(set)
         self._left: defaultdict[str, LeftNames] = defaultdict(LeftNames)
         self._rewritten: defaultdict[str, set[str]] = defaultdict(set)
+        self._sized: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
         self.machine = MachineModel()
@@ -128,6 +129,7 @@ class StepCutter:
                 self._decided[call.signature.function] if self._may_ask else None,
                 self._replicas,
                 rewritten=self._rewritten[call.signature.function],
+                sized=self._sized[call.signature.function],
             )
             signature, step, reads = tracing.trace(call.signature, call.drawer, self._may_ask)
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough
