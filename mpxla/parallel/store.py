@@ -28,8 +28,6 @@ from mpxla.log import warn_once
 from mpxla.parallel.gradients.buckets import Bucket, fill_buckets, sum_gradients
 from mpxla.parallel.gradients.in_scripts import (
     lend_gradient,
-    mark,
-    notice_unreached,
     own_gradient,
     set_own_gradient,
 )
@@ -74,8 +72,6 @@ def set_gradients(
     """Exchanges gradients; None takes one away."""
     for tensor, gradient in zip(tensors, gradients, strict=True):
         set_own_gradient(tensor, gradient)
-        if gradient is not None:
-            mark(gradient)
 
 
 def exchange_gradients(
@@ -284,7 +280,7 @@ class ParameterStore:
     def _add(self, part: "Shard | Masters | Parts | Pieces") -> None:
         self._parts.append(part)
         self._part_of.update(dict.fromkeys(part.names, part))
-        if isinstance(part, (Shard, Pieces)) and self.lends_gradients:
+        if not isinstance(part, Masters) and self.lends_gradients:
             self.lent.lend({name: self.state.parameters[name] for name in part.names})
 
     def _concerned(self, names: Iterable[str]) -> list[Shard | Masters | Parts | Pieces]:
@@ -428,17 +424,6 @@ class ParameterStore:
         self._saved_masters.clear()
         parameters = self.state.parameters
         divided = [part for part in self._parts if not isinstance(part, Masters)]
-        if divided:
-            whole = self.state.local_parameters()
-            notice_unreached(
-                {n: p.grad for n, p in whole if n not in self._part_of and p.grad is not None},
-                (
-                    (name, copy.parameter.grad)
-                    for part in divided
-                    for name, copy in part.copies.items()
-                    if copy.parameter.grad is not None
-                ),
-            )
         for name in (name for part in divided for name in part.names):
             check_no_gradient(name, parameters[name])
         names = [
@@ -469,9 +454,8 @@ class ParameterStore:
                     "spent gradients",
                     f"a step adds to gradients that an optimizer step has used, as that of {name}: "
                     f"nothing has cleared them since. Call optimizer.zero_grad() or "
-                    f"model.zero_grad(): where ranks divide parameters, or with fp16, optimizers "
-                    f"hold pieces in the place of the model's parameters, and param.grad = None on "
-                    f"those clears nothing.",
+                    f"model.zero_grad(): with fp16, optimizers hold masters in the place of the "
+                    f"model's parameters, and param.grad = None on those clears nothing.",
                 )
                 return
 

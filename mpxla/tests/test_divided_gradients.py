@@ -13,6 +13,11 @@ JAX = {"MPXLA_DEVICE": "pjrt"}
 KEYS = {
     "shard_optimizer_state": {"shard_optimizer_state": True},
     "shard_gradients": {"shard_gradients": True, "sdp_param_persistence_threshold": 4},
+    "sharded_data_parallel_degree": {
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 4,
+        "sdp_gradient_clipping": 1e9,
+    },
 }
 
 
@@ -35,7 +40,7 @@ def through_data(parameter):
 
 
 def assign(parameter):
-    parameter.grad = torch.ones_like(parameter)
+    parameter.grad = torch.ones_like(parameter.grad)
 
 
 def clear(parameter):
@@ -80,25 +85,26 @@ def train(key):
     def step(model, x):
         model.backward(model(x).square().mean())
 
-    norms = loop(model, optimizer, lambda x: step(model, x.chunk(2)[smp.dp_rank()]))
+    norms = loop(model, optimizer, lambda x: step(model, x.chunk(smp.dp_size())[smp.dp_rank()]))
     return norms, model.state_dict()
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("key", "env"),
+    ("key", "env", "size"),
     [
-        ("shard_optimizer_state", JAX),
-        pytest.param("shard_gradients", JAX, marks=pytest.mark.slow),
-        pytest.param("shard_optimizer_state", {}, marks=pytest.mark.slow),
-        pytest.param("shard_gradients", {}, marks=pytest.mark.slow),
+        ("shard_optimizer_state", JAX, 2),
+        ("sharded_data_parallel_degree", JAX, 2),
+        pytest.param("sharded_data_parallel_degree", JAX, 4, marks=pytest.mark.slow),
+        pytest.param("shard_gradients", JAX, 2, marks=pytest.mark.slow),
+        *(pytest.param(key, {}, 2, marks=pytest.mark.slow) for key in KEYS),
     ],
 )
-def test_gradients_in_the_hands_of_scripts(key, env):
+def test_gradients_in_the_hands_of_scripts(key, env, size):
     model = made()
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     expected = loop(model, optimizer, lambda x: model(x).square().mean().backward())
-    for norms, found in run_ranks(train, 2, key, env=env):
+    for norms, found in run_ranks(train, size, key, env=env):
         assert norms == pytest.approx(expected)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(found[name].cpu(), value)

@@ -5,35 +5,22 @@ Scripts clip, log and change `param.grad` of the model's 16-bit parameters all t
 and writes the master's. What autograd leaves on such a parameter, after a backward outside of step
 functions, moves to its master when somebody looks.
 
-Of a part. A divided parameter has no gradient of its own: that is on a part, which optimizers hold.
-So a loop such as this scales the gradients of the other parameters only, and the update would be
-that of no loss. What the library writes is marked.
-
-    for p in model.parameters():            # with some parameters divided over replicas
-        if p.grad is not None:
-            p.grad.mul_(0.5)
-
-This module must not know who makes masters and parts.
+This module must not know who makes masters.
 """
 
-from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from mpxla.log import warn_once
-
 __all__ = [
     "LinkedParameter",
     "lend_gradient",
-    "mark",
-    "notice_unreached",
     "own_gradient",
     "set_own_gradient",
 ]
 
-_MASTER, _MARK = "_mpxla_master", "_mpxla_version"
+_MASTER = "_mpxla_master"
 _gradient = cast(Any, torch.Tensor.grad)
 
 
@@ -89,40 +76,3 @@ def lend_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
     if type(parameter) is nn.Parameter:
         parameter.__class__ = MasteredParameter
         vars(parameter)[_MASTER] = master
-
-
-def mark(gradient: torch.Tensor) -> None:
-    """Takes a gradient as it is as the library's."""
-    setattr(gradient, _MARK, gradient._version)
-
-
-def _is_changed(gradient: torch.Tensor) -> bool:
-    """Whether somebody else wrote to a gradient, or made it; clearing it does not count."""
-    if getattr(gradient, _MARK, None) == gradient._version:
-        return False
-    if not bool(gradient.any()):
-        mark(gradient)
-        return False
-    return True
-
-
-def notice_unreached(
-    reached: Mapping[str, torch.Tensor], others: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Says so where gradients that parameters have themselves were changed, and no others.
-
-    Both are by name; `others` are gradients that a script finds on parts of parameters.
-    """
-    changed = [name for name, gradient in reached.items() if _is_changed(gradient)]
-    parts = dict(others) if changed else {}
-    if not parts or any(map(_is_changed, parts.values())):
-        return
-    warn_once(
-        "unreached gradients",
-        f"the gradients of {len(changed)} parameters, as that of {changed[0]}, were changed after "
-        f"the backward, and those of {len(parts)} others, as that of {next(iter(parts))}, were "
-        f"not: replicas divide the others, whose param.grad is None, so that a loop over "
-        f"model.parameters() does not reach them. If all were meant, scale the loss in the step "
-        f"function, clip by smp.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_, or change the "
-        f"gradients of what optimizer.param_groups holds.",
-    )

@@ -22,6 +22,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.parallel.gradients.in_scripts import LinkedParameter, own_gradient, set_own_gradient
 from mpxla.parallel.state_dicts import to_host
 from mpxla.parallel.updates.copy import UpdateCopy
+from mpxla.runtime.divided import DividedParameter
 
 __all__ = ["Gather", "LentGradients", "gradient_here"]
 
@@ -33,17 +34,15 @@ _LENDER = "_mpxla_lender"
 
 def gradient_here(tensor: torch.Tensor) -> torch.Tensor | None:
     """The gradient of a parameter as far as it is on this rank; no other rank has to ask."""
-    if not isinstance(tensor, LentParameter):
+    if not isinstance(tensor, _Lent):
         return tensor.grad
     lender = vars(tensor).get(_LENDER)
     own = own_gradient(tensor)
     return own if own is not None or lender is None else lender.known()
 
 
-class LentParameter(LinkedParameter):
+class _Lent(torch.Tensor):
     """A parameter whose gradient replicas divide."""
-
-    link = _LENDER
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -59,13 +58,26 @@ class LentParameter(LinkedParameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:  # type: ignore[override]
         lender = vars(self).get(_LENDER)
-        if lender is None:
-            set_own_gradient(self, value)
+        if lender is None or (value is not None and value.is_meta):
+            set_own_gradient(self, value)  # one without values is an error at the next update
             return
-        if value is not None:
-            set_own_gradient(self, value.to(self.dtype))  # torch checks it
+        if value is not None:  # torch checks it
+            set_own_gradient(self, value.to("meta" if self.is_meta else value.device, self.dtype))
         set_own_gradient(self, None)
         lender.write(value)
+
+
+class LentParameter(_Lent, LinkedParameter):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """One that is whole on this rank."""
+
+    link = _LENDER
+
+
+class LentDivided(_Lent, DividedParameter):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """One that replicas divide themselves."""
+
+
+_KINDS: dict[type, type] = {nn.Parameter: LentParameter, DividedParameter: LentDivided}
 
 
 class _Lender:
@@ -111,8 +123,8 @@ class LentGradients:
     def lend(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Lets parameters, which stay the same objects, show whole gradients."""
         for name, parameter in parameters.items() if self.gather is not None else ():
-            if type(parameter) is nn.Parameter:
-                parameter.__class__ = LentParameter
+            if type(parameter) in _KINDS:
+                parameter.__class__ = _KINDS[type(parameter)]
                 vars(parameter)[_LENDER] = _Lender(self, name)
                 self._shapes[name] = tuple(parameter.shape)
 
@@ -131,7 +143,8 @@ class LentGradients:
         pieces = [p for p in self.gather(name, at_user_line(), piece) if p is not None]
         if not pieces:
             return None
-        flat = torch.cat([values for _, values in sorted(pieces, key=lambda piece: piece[0])])
+        # Groups that hold parameters together have equal gradients, of which one is enough.
+        flat = torch.cat([values for _, values in sorted(dict(pieces).items())])
         whole = flat.reshape(self._shapes[name])
         (value,) = self._backend.publish(self._backend.put([whole]))
         self._wholes[name] = value, self._mark(name)
