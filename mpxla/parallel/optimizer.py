@@ -534,8 +534,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.contents.load(deferred)
 
     def _where_gradients_are(self) -> str:
-        config = self._session.config
-        if config.fp16 or config.sharded_data_parallel_degree > 1:
+        if self._session.config.fp16:
             return _OF_PIECES
         return _OF_DIVIDED if self._are_divided else _OF_MASTERS
 

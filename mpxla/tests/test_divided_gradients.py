@@ -131,8 +131,8 @@ def test_replicas_that_read_other_gradients():
     run_ranks(read_alone, 2)
 
 
-def read_on_one_rank():
-    smp.init({"ddp": True, "shard_optimizer_state": True})
+def read_on_one_rank(key):
+    smp.init({"ddp": True, **KEYS[key]})
     model = smp.DistributedModel(made())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
 
@@ -151,8 +151,15 @@ def read_on_one_rank():
 
 
 @pytest.mark.ranks
-def test_a_read_on_one_rank_ends_all():
-    reader, other = run_ranks_unpooled(read_on_one_rank, 2)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "shard_optimizer_state",
+        pytest.param("sharded_data_parallel_degree", marks=pytest.mark.slow),
+    ],
+)
+def test_a_read_on_one_rank_ends_all(key):
+    reader, other = run_ranks_unpooled(read_on_one_rank, 2, key)
     assert re.search(
         r"RankMismatch: rank 1 called optimizer\.step\(\) of SGD at .*, while rank 0 was in "
         r"param\.grad of 0\.weight at .*\.grad\.norm\(\).*outside of `if smp\.rank\(\) == 0:`",
