@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.python.counted import as_count
-from mpxla.graph.python.draws import Draw, Drawer
+from mpxla.graph.python.draws import Draw, Drawer, State
 from mpxla.runtime.plans.cache import Plan
 from mpxla.runtime.rewriting import problem_of_memory
 from mpxla.runtime.signature import Signature, with_constants
@@ -52,7 +52,8 @@ class Call:
         question: what runs next, to know more of them.
         wanted: the microbatch that the next capture is for, if that comes next; likewise.
         seed: from which the seeds of random programs are drawn.
-        drawer: what a capture draws by, where random numbers of Python are inputs.
+        drawer: what a capture draws by.
+        generators: states that random numbers of Python come from; None for this rank's own.
         began: plain values that the function changes, by name, as they were before the call; on the
             first pipeline rank.
         states: the same before each microbatch, as far as they are known; likewise.
@@ -74,6 +75,7 @@ class Call:
     wanted: int | None = None
     seed: int = 0
     drawer: Drawer | None = None
+    generators: State | None = None
     began: dict[str, Any] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
     left: dict[str, Any] = field(default_factory=dict)
@@ -96,8 +98,9 @@ class Call:
         return [] if self.wanted is None else [self.tensors[self.wanted]]
 
 
-def with_draws(call: Call, draws: tuple[Draw, ...], drawer: Drawer) -> Call:
+def with_draws(call: Call, draws: tuple[Draw, ...]) -> Call:
     """A call with random numbers among its inputs, the same for all microbatches."""
+    drawer = Drawer(call.generators)
     values = [drawer.draw(draw) for draw in draws]
     tensors = [[*leaves, *values] for leaves in call.tensors]
     return replace(call, signature=replace(call.signature, draws=draws), tensors=tensors)
@@ -127,7 +130,7 @@ def as_drawn(call: Call, plan: Plan) -> list[list[torch.Tensor]]:
         signature, tensors = with_constants(call.signature, call.tensors, constants)
         call = replace(call, signature=signature, tensors=tensors)
     draws = plan.signature.draws
-    return with_draws(call, draws, Drawer()).tensors if draws else call.tensors
+    return with_draws(call, draws).tensors if draws else call.tensors
 
 
 def draw_all(draws: tuple[Draw, ...]) -> None:

@@ -151,11 +151,11 @@ class Calls:
             if plan.number not in call.plans:
                 call.plans[plan.number] = self.plans.use(plan.number)
         if not next_:
-            drawer = call.drawer = None if self._shares else Drawer()
-            state = None if drawer is None else drawer.began
+            self._set_generators(call)
+            drawer = call.drawer = Drawer(call.generators)
             before = call.states[call.wanted] if call.states and call.wanted is not None else {}
             call.outside = self.plans.changed_outside(call.signature)
-            described = portable(call.signature), state, before, sorted(call.outside)
+            described = portable(call.signature), drawer.began, before, sorted(call.outside)
             self.control.announce(("new", call.name, *described, [*call.plans]))
             leave(call, before)
             return
@@ -166,6 +166,14 @@ class Calls:
         runs = as_numbers(next_), call.seed, call.left
         self.control.announce((kind, call.name, *runs, [*call.plans]))
         leave(call, call.left)
+
+    def _set_generators(self, call: Call) -> None:
+        """Random numbers of Python are the first rank's, on all that share tensors."""
+        if self._shares and call.generators is None:
+            try:
+                call.generators = self._sharing.first(call.name, Drawer().began)
+            except RankMismatch as error:
+                self._refuse(call.name, error)
 
     def _draw(self, signature: Signature) -> None:
         """Draws what the function does; the next call probably draws the same."""
@@ -244,6 +252,8 @@ class Calls:
         It would draw what a plan says if it came to decide as it did in the plan's capture.
         """
         function = call.signature.function
+        if function in self._draws:
+            self._set_generators(call)
         if function in self._asking:
             self._asking.begin(call)
             problem = self._advance(call, view)
@@ -260,7 +270,7 @@ class Calls:
     def _find(self, call: Call, view: ModelView) -> None:
         """Finds plans by what the function has drawn before; wanted is the first that lacks one."""
         for draws in [*self._draws.get(call.signature.function, []), ()]:
-            given = with_draws(call, draws, Drawer()) if draws else call
+            given = with_draws(call, draws) if draws else call
             ways = self.plans.find(given.signature, view, given.tensors)
             if not call.ways or ways.count(None) < call.ways.count(None):
                 call.ways = ways
@@ -380,7 +390,7 @@ class Calls:
         if kind == "new":
             call.signature = received(rest[0], *call.arguments)
             call.objects = local_objects(*call.arguments)
-            call.drawer = None if rest[1] is None else Drawer(rest[1])
+            call.drawer = Drawer(rest[1])
             leave(call, rest[2])
             call.outside = frozenset(rest[3])
             return

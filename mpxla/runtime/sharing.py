@@ -127,6 +127,16 @@ class Sharing:
             f"own."
         )
 
+    def first(self, text: str, own: Any) -> Any:
+        """What the first rank has for a call, on all ranks. All of them call it.
+
+        Raises:
+            RankMismatch: another rank makes another call; on all of them.
+        """
+        call = text, (), own
+        everyone = agreed(self._objects, self._ranks, call, self._problem, lambda call: call[:2])
+        return everyone[0][2]
+
     def seed(self, own: int) -> int:
         """The first rank's seed, on all ranks. All of them call it."""
         if len(self._ranks) == 1:

@@ -140,15 +140,15 @@ def train_step(model, x):
     return loss
 
 
-def train(functions, num_stages):
-    smp.init({"microbatches": MICROBATCHES, "pipeline_parallel_degree": num_stages})
+def train(functions, config):
+    smp.init({"microbatches": MICROBATCHES, **config})
     return [train_one(function) for function in functions]
 
 
 def train_one(function):
     model = smp.DistributedModel(Model(function))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
-    seed(smp.pp_rank())  # the first rank draws for all
+    seed(smp.rank())  # the first rank draws for all
     losses = []
     with logged() as lines:
         for number in range(STEPS):
@@ -161,8 +161,12 @@ def train_one(function):
     return losses, state, drawn, compiled
 
 
-def compare(functions, num_stages, backend):
-    found = run_ranks(train, num_stages, functions, num_stages, env={"MPXLA_DEVICE": backend})
+def compare(functions, num_stages, backend, num_sharing=1):
+    config = {"pipeline_parallel_degree": num_stages}
+    if num_sharing > 1:
+        config |= {"tensor_parallel_degree": num_sharing, "ddp": True, "prescaled_batch": True}
+    size, env = num_stages * num_sharing, {"MPXLA_DEVICE": backend}
+    found = run_ranks(train, size, functions, config, env=env)
     first = found[0]
     for function, results in zip(functions, first, strict=True):
         losses, state, drawn = expected(function)
@@ -180,6 +184,16 @@ def test_numbers_are_drawn_in_every_call():
     compiled = compare(QUICK, 1, "pjrt")
     assert compiled == {"skipped": compiled["skipped"], "mixed": 1, "seldom_dropped": 1}
     assert 1 < compiled["skipped"] <= STEPS
+
+
+def test_ranks_that_share_tensors_draw_what_the_first_one_does():
+    compare([mixed], 1, "pjrt", num_sharing=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_all_that_draws_by_ranks_that_share_tensors(num_stages):
+    compare([*QUICK, chosen, counted, by_torch], num_stages, "pjrt", num_sharing=2)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.python.number import NumberRead, is_number
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["Draw", "Drawer", "Draws"]
+__all__ = ["Draw", "Drawer", "Draws", "State"]
 
 State = tuple[Any, ...]
 _PLAIN = (bool, int, float, torch.dtype)
