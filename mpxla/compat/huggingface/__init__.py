@@ -39,7 +39,6 @@ def speaks_trainer() -> Generator[None]:
             "transformers.training_args": refusals.patch_arguments,
             "transformers.trainer": patch_trainer,
             "transformers.trainer_seq2seq": generation.patch_generation,
-            "trl.trainer.sft_trainer": training.patch_sft,
         }
     ):
         yield

@@ -11,6 +11,10 @@ whichever of them the model's loss is:
 
 Programs have a fixed number of microbatches of one shape. A batch that does not divide (the last
 of an epoch) is cut into fewer of equal size; the rest repeat rows, with weight 0.
+
+An example may have several rows: trainers on preferences put the answers that were chosen into the
+first half of a batch, and those that were rejected into the second. A microbatch has all rows of
+its examples then, in the same order.
 This module must not know transformers.
 """
 
@@ -20,7 +24,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["Batch", "cut_batch"]
+__all__ = ["Batch", "cut_batch", "num_rows_of"]
 
 _IGNORED = -100
 """Label that losses leave out, in torch and in transformers."""
@@ -33,6 +37,7 @@ class Batch:
     Attributes:
         inputs: the arguments, as the loader gave them.
         rows: [num_microbatches, rows of one]; which rows each microbatch has.
+        examples: [num_microbatches, examples of one]; the same of what has one row per example.
         weights: [num_microbatches], float32.
         num_items: [num_microbatches], float32: the microbatch's share of the given number of items.
         num_rows: rows of the batch.
@@ -41,15 +46,18 @@ class Batch:
 
     inputs: Mapping[str, Any]
     rows: torch.Tensor
+    examples: torch.Tensor
     weights: torch.Tensor
     num_items: torch.Tensor
     num_rows: int
+    num_examples: int
     num_real: int
 
     def smp_slice(self, num_mb: int, mb: int, axis: int) -> dict[str, Any]:
         """Arguments and numbers of one microbatch."""
+        taken = {self.num_examples: self.examples[mb], self.num_rows: self.rows[mb]}
         return {
-            "inputs": {k: _take(v, self.rows[mb], self.num_rows) for k, v in self.inputs.items()},
+            "inputs": {k: _take(v, taken) for k, v in self.inputs.items()},
             "weight": self.weights[mb],
             "num_items": self.num_items[mb],
         }
@@ -62,6 +70,7 @@ def cut_batch(
     *,
     is_shifted: bool,
     is_training: bool,
+    rows_per_example: int = 1,
 ) -> Batch:
     """Cuts the arguments of a model.
 
@@ -72,12 +81,16 @@ def cut_batch(
         is_shifted: whether the first label of a row does not count, as for causal language models.
         is_training: whether a microbatch without items that count is replaced, since its loss of
             0 / 0 would reach the gradients.
+        rows_per_example: of a batch with the first rows of all examples, then the second ones...
     """
-    tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim()]
-    num_rows = tensors[0].shape[0] if tensors else 1
-    num_real = _number_of_parts(num_rows, num_microbatches)
-    rows = torch.arange(num_rows).reshape(num_real, -1)
-    counts = _items_that_count(inputs, rows, is_shifted)
+    num_rows = num_rows_of(inputs)
+    if num_rows % rows_per_example:
+        rows_per_example = 1
+    num_examples = num_rows // rows_per_example
+    num_real = _number_of_parts(num_examples, num_microbatches)
+    examples = torch.arange(num_examples).reshape(num_real, -1)
+    rows = torch.cat([examples + k * num_examples for k in range(rows_per_example)], 1)
+    counts = _items_that_count(inputs, rows, examples, is_shifted)
     sources = list(range(num_real))
     if is_training and counts.sum():
         full = int(counts.argmax())
@@ -91,12 +104,20 @@ def cut_batch(
     return Batch(
         inputs,
         rows[sources],
+        examples[sources],
         shares.float(),
         # Of a microbatch without weight it is divided by as well, and 0 x inf would be no number.
         torch.where(shares > 0, shares * total, total).float(),
         num_rows,
+        num_examples,
         num_real,
     )
+
+
+def num_rows_of(inputs: Mapping[str, Any]) -> int:
+    """Rows of a batch, by its first tensor."""
+    tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim()]
+    return tensors[0].shape[0] if tensors else 1
 
 
 def _number_of_parts(num_rows: int, limit: int) -> int:
@@ -105,7 +126,7 @@ def _number_of_parts(num_rows: int, limit: int) -> int:
 
 
 def _items_that_count(
-    inputs: Mapping[str, Any], rows: torch.Tensor, is_shifted: bool
+    inputs: Mapping[str, Any], rows: torch.Tensor, examples: torch.Tensor, is_shifted: bool
 ) -> torch.Tensor:
     """[parts], float64: by labels, or by rows where there are none that say it."""
     labels = inputs.get("shift_labels", inputs.get("labels"))
@@ -114,15 +135,16 @@ def _items_that_count(
     if is_shifted and "shift_labels" not in inputs:
         labels = labels[..., 1:]
     counted = labels.cpu().ne(_IGNORED).reshape(labels.shape[0], -1).sum(1, dtype=torch.float64)
-    return counted[rows].sum(1)
+    return counted[rows if len(counted) == rows.numel() else examples].sum(1)
 
 
-def _take(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
+def _take(value: Any, taken: Mapping[int, torch.Tensor]) -> Any:
+    """Of each tensor the indices along axis 0 that `taken` has for its length."""
     if isinstance(value, torch.Tensor):
-        is_batched = value.dim() and value.shape[0] == num_rows
-        return value[rows.to(value.device)] if is_batched else value
+        rows = taken.get(value.shape[0]) if value.dim() else None
+        return value if rows is None else value[rows.to(value.device)]
     if isinstance(value, Mapping):
-        return {k: _take(v, rows, num_rows) for k, v in cast(Mapping[str, Any], value).items()}
+        return {k: _take(v, taken) for k, v in cast(Mapping[str, Any], value).items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_take(v, rows, num_rows) for v in cast(list[Any], value))
+        return type(value)(_take(v, taken) for v in cast(list[Any], value))
     return value

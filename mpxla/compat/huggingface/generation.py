@@ -7,6 +7,8 @@ replica do the same there, so that all of them have the predictions.
 from types import ModuleType
 from typing import Any
 
+from mpxla.compat.huggingface.metrics import OutsideOfSteps
+from mpxla.compat.huggingface.training import compute_outside
 from mpxla.compat.patching import Patches
 from mpxla.log import warn_once
 from mpxla.parallel.model import DistributedModel
@@ -19,13 +21,18 @@ _COPY = "_model_that_generates"
 
 
 def patch_evaluation(module: ModuleType, patches: Patches) -> None:
-    """`transformers.trainer`: each evaluation generates with the weights of its beginning."""
+    """`transformers.trainer`: each evaluation generates with the weights of its beginning.
+
+    A `prediction_step` of the trainer's own that calls `compute_loss` evaluates by a step function.
+    """
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         vars(self).pop(_COPY, None)
+        outside = OutsideOfSteps(compute_outside, self)
         try:
             return loop(self, *args, **kwargs)
         finally:
+            outside.remove(self)
             vars(self).pop(_COPY, None)
 
     loop = patches.replace(module.Trainer, "evaluation_loop", evaluate)

@@ -6,7 +6,9 @@ collective calls give nothing. If there was one, the outputs of the model leave 
 `compute_loss` is played again on the host with them, for what it does beside the loss.
 """
 
+import contextlib
 import copy
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 
 from mpxla.compat.cuda import Autocast
 
-__all__ = ["Played", "Recording", "shadow_of"]
+__all__ = ["OutsideOfSteps", "Played", "Recording", "in_place_of", "shadow_of"]
 
 _DEPTH = 3
 _GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
@@ -41,6 +43,12 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # which a loss may have replaced, as of a module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
 
 class Recording(_StandIn):
     """Stands for the model in a captured `compute_loss`, and keeps its outputs.
@@ -58,7 +66,7 @@ class Recording(_StandIn):
         self._half = torch.float16 if args.fp16 else torch.bfloat16
         self.outputs: list[Any] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
         with Autocast(self._is_mixed, self._half):
             found = self._model(*args, **kwargs)
@@ -75,9 +83,33 @@ class Played(_StandIn):
         super().__init__(model)
         self._outputs = list(outputs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The next outputs, whatever the arguments."""
         return self._outputs.pop(0)
+
+
+class OutsideOfSteps:
+    """A trainer's `compute_loss` that runs a step function, for what it calls by itself.
+
+    Args:
+        compute: the method.
+        trainer: the trainer, which has this one until `remove`.
+    """
+
+    def __init__(self, compute: Callable[..., Any], trainer: Any):
+        self._compute, self._trainer = compute, trainer
+        self._replaced = {k: v for k, v in vars(trainer).items() if k == "compute_loss"}
+        self.own = trainer.compute_loss
+        trainer.compute_loss = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, of a model that is called in a step function."""
+        return self._compute(self._trainer, *args, **kwargs)
+
+    def remove(self, trainer: Any) -> None:
+        """Gives a trainer, or a copy of it, its own again."""
+        del trainer.compute_loss
+        vars(trainer).update(self._replaced)
 
 
 class _Silent:
@@ -127,8 +159,34 @@ def shadow_of(trainer: Any) -> tuple[Any, _Silent]:
     shadow = copy.copy(trainer)
     for name, value in vars(trainer).items():
         vars(shadow)[name] = _copied(value, _DEPTH)
+    if isinstance(shadow.compute_loss, OutsideOfSteps):
+        shadow.compute_loss.remove(shadow)
     shadow.accelerator = _Silent(trainer.accelerator)
     return shadow, shadow.accelerator
+
+
+@contextlib.contextmanager
+def in_place_of(model: Any, stand_in: _StandIn, trainer: Any) -> Generator[None]:
+    """Modules of a trainer that hold its model, as losses do, hold the stand-in, until exit."""
+    module = getattr(model, "module", model)
+    values: list[Any] = []
+    for value in vars(trainer).values():
+        values += cast(Any, value).values() if isinstance(value, dict) else [value]
+    found = [
+        (children, name, child)
+        for value in values
+        if isinstance(value, nn.Module) and value is not model and value is not module
+        for children in [vars(holder)["_modules"] for holder in value.modules()]
+        for name, child in children.items()
+        if child is model or child is module
+    ]
+    for children, name, _ in found:
+        children[name] = cast(Any, stand_in)
+    try:
+        yield
+    finally:
+        for children, name, child in found:
+            children[name] = child
 
 
 def _copied(value: Any, depth: int) -> Any:

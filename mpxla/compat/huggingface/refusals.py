@@ -30,6 +30,8 @@ def patch_arguments(module: ModuleType, patches: Patches) -> None:
 
     def check_and_complete(self: Any) -> None:
         _check(self)
+        # Arguments made inside a trainer (sentence-transformers) take the processes as configured.
+        module.PartialState()
         complete(self)
 
     complete = patches.replace(arguments, "__post_init__", check_and_complete)

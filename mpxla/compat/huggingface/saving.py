@@ -3,22 +3,28 @@
 All ranks call what gathers the model, and one writes.
 """
 
+import contextlib
 import os
 import random
+import sys
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import mpxla
 from mpxla.compat.devices import device_backend
 from mpxla.compat.patching import Patches
 from mpxla.parallel.model import DistributedModel
+from mpxla.parallel.whole import whole_copy
 from mpxla.runtime.seeds import generator_state, set_generator_state
+from mpxla.session import current
 
-__all__ = ["patch_models", "patch_saving"]
+__all__ = ["load_from_checkpoint", "patch_models", "patch_saving"]
 
 _OPTIMIZER = "optimizer.pt"
 _SCHEDULER = "scheduler.pt"
@@ -54,16 +60,48 @@ def patch_models(module: ModuleType, patches: Patches) -> None:
 def _save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """Saves the whole model for `from_pretrained`. All ranks call it, and rank 0 writes."""
     output_dir = self.args.output_dir if output_dir is None else output_dir
-    whole = self.model_wrapped.state_dict()
-    if self.args.should_save:
-        self._save(output_dir, state_dict=whole)
+    if _has_own(self, "_save"):  # which need not take the state dict
+        with _holding_whole_copy(self):
+            if self.args.should_save:
+                self._save(output_dir)
+    else:
+        whole = self.model_wrapped.state_dict()
+        if self.args.should_save:
+            self._save(output_dir, state_dict=whole)
     mpxla.barrier()
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
+def _has_own(trainer: Any, name: str) -> bool:
+    """Whether the class of a trainer has a method of its own for what a pipeline does otherwise."""
+    plain = sys.modules["transformers.trainer"].Trainer
+    return getattr(type(trainer), name) is not getattr(plain, name)
+
+
+@contextlib.contextmanager
+def _holding_whole_copy(trainer: Any) -> Generator[nn.Module]:
+    """The trainer's model is a copy of the whole one on the host, until exit. All ranks enter."""
+    own = trainer.model
+    trainer.model = copied = whole_copy(trainer.model_wrapped, current())
+    try:
+        yield copied
+    finally:
+        trainer.model = own
+
+
+def load_from_checkpoint(trainer: Any, folder: str) -> None:
+    """Loads into the wrapped model, also where the trainer has a way of its own to load."""
+    if not _has_own(trainer, "_load_from_checkpoint"):
+        trainer._load_from_checkpoint(folder)
+        return
+    with _holding_whole_copy(trainer) as copied:
+        trainer._load_from_checkpoint(folder)
+    trainer.model_wrapped.load_state_dict(copied.state_dict())
+
+
 def _load_best_model(self: Any) -> None:
-    self._load_from_checkpoint(self.state.best_model_checkpoint)
+    load_from_checkpoint(self, self.state.best_model_checkpoint)
 
 
 def _adapter_values(model: Any, folder: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 import mpxla
-from mpxla.compat.huggingface.metrics import Recording, shadow_of
+from mpxla.compat.huggingface.checks import note_outputs
+from mpxla.compat.huggingface.metrics import Recording, in_place_of, shadow_of
 
 __all__ = ["evaluate", "predict", "train"]
 
@@ -22,20 +23,28 @@ def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
     shadow, accelerator = shadow_of(trainer)
     recording = Recording(model, trainer.args)
     num_items = batch["num_items"] if has_count else None
-    loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
+    with in_place_of(model, recording, trainer):
+        loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
+    note_outputs(trainer, recording.outputs)
     loss = loss * batch["weight"]
     scaler = trainer.accelerator.scaler  # with fp16
     model.backward(loss if scaler is None else scaler.scale(loss))
     return loss.detach(), recording.outputs if accelerator.was_asked else []
 
 
-@mpxla.step(non_split_inputs=["trainer", "has_count", "ignored"])
+@mpxla.step(non_split_inputs=["trainer", "has_count", "ignored", "with_names"])
 def evaluate(
-    model: Any, trainer: Any, batch: Any, has_count: bool, ignored: tuple[str, ...] | None
+    model: Any,
+    trainer: Any,
+    batch: Any,
+    has_count: bool,
+    ignored: tuple[str, ...] | None,
+    with_names: bool = False,
 ) -> Any:
     """Forward with a loss, as in `train`.
 
-    Outputs of the names in `ignored` are not returned; if it is None, none are.
+    Outputs of the names in `ignored` are not returned; if it is None, none are. They are a tuple,
+    or all that are tensors by their names, if `with_names`.
 
     Returns:
         Weighted losses, the outputs, and what the model gave if `compute_loss` takes metrics of it.
@@ -43,14 +52,21 @@ def evaluate(
     shadow, accelerator = shadow_of(trainer)
     recording = Recording(model, trainer.args)
     num_items, outputs = batch["num_items"] if has_count else None, ()
-    if ignored is None:
-        loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
-    else:
-        loss, found = shadow.compute_loss(
-            recording, batch["inputs"], return_outputs=True, num_items_in_batch=num_items
+    with in_place_of(model, recording, trainer):
+        found = shadow.compute_loss(
+            recording,
+            batch["inputs"],
+            num_items_in_batch=num_items,
+            **({} if ignored is None else {"return_outputs": True}),
         )
+    note_outputs(trainer, recording.outputs)
+    loss = found
+    if ignored is not None:
+        loss, found = found
         is_named = isinstance(found, dict)
         outputs = picked(found, (*ignored, "loss")) if is_named else tuple(found[1:])
+        if is_named and with_names:
+            outputs = {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
     weight = batch["weight"]
     loss = torch.where(weight > 0, loss.detach().mean() * weight, torch.zeros_like(weight))
     return loss, outputs, recording.outputs if accelerator.was_asked else []

@@ -6,8 +6,10 @@ the methods here replace those of its plain code that touch the model.
 """
 
 import inspect
+import sys
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,8 +17,10 @@ import torch.utils._pytree as pytree
 import mpxla
 from mpxla.compat.devices import device_backend
 from mpxla.compat.huggingface import steps
-from mpxla.compat.huggingface.batches import Batch, cut_batch
-from mpxla.compat.huggingface.metrics import Played
+from mpxla.compat.huggingface.batches import Batch, cut_batch, num_rows_of
+from mpxla.compat.huggingface.checks import check_loss, joined
+from mpxla.compat.huggingface.metrics import OutsideOfSteps, Played, in_place_of
+from mpxla.compat.huggingface.saving import load_from_checkpoint
 from mpxla.compat.patching import Patches
 from mpxla.parallel.gradients.grad_scaler import GradScaler
 from mpxla.parallel.model import DistributedModel
@@ -24,8 +28,10 @@ from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.parallel.state_dicts import to_host
 from mpxla.runtime.outputs import StepOutput
 
-__all__ = ["patch_sft", "patch_training", "shifts_by_default"]
+__all__ = ["compute_outside", "patch_training", "shifts_by_default"]
 
+_ROWS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Rows per example of each trainer's batches."""
 _CACHES = ["past_key_values", "cache"]
 """What models call their caches of keys and values: until transformers 5.23, and from 5.24 on."""
 
@@ -46,11 +52,6 @@ def patch_training(module: ModuleType, patches: Patches) -> None:
         "create_accelerator_and_postprocess",
         lambda self: _make_accelerator(self, make),
     )
-
-
-def patch_sft(module: ModuleType, patches: Patches) -> None:
-    """`trl.trainer.sft_trainer`: its evaluation calls the model by itself."""
-    patches.replace(module.SFTTrainer, "prediction_step", _prediction_step)
 
 
 def _make_accelerator(trainer: Any, make: Any) -> None:
@@ -87,12 +88,13 @@ def _prepare_for_training(
         self.lr_scheduler = None
         self._created_lr_scheduler = False
     model = self._wrap_model(self.model_wrapped)
+    self._mixed_mesh_grads = False  # found out after the first step, it would compile all anew
     self.create_optimizer()
     if not isinstance(getattr(self.optimizer, "optimizer", None), DistributedOptimizer):
         self.optimizer = self.accelerator.prepare(DistributedOptimizer(self.optimizer))
     self.create_scheduler(num_training_steps=max_steps)
     if resume_from_checkpoint is not None:
-        self._load_from_checkpoint(resume_from_checkpoint, model)
+        load_from_checkpoint(self, resume_from_checkpoint)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self._load_scaler(resume_from_checkpoint)
     for name in ("model", "optimizer", "lr_scheduler"):
@@ -119,6 +121,7 @@ def _training_step(
     if self.accelerator.sync_gradients:
         model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
     loss, recorded = steps.train(model, self, batch, num_items_in_batch is not None)
+    _check_loss(self, batch, num_items_in_batch)
     _take_metrics(self, recorded, batch, num_items_in_batch)
     return loss.reduce_sum().to(self.args.device)
 
@@ -130,7 +133,36 @@ def _cut(trainer: Any, inputs: dict[str, Any], num_items: Any, *, is_training: b
         num_items,
         is_shifted=trainer._loss_shifts_labels or shifts_by_default(trainer.model),
         is_training=is_training,
+        rows_per_example=_rows_per_example(trainer, inputs, is_training),
     )
+
+
+def _rows_per_example(trainer: Any, inputs: dict[str, Any], is_training: bool) -> int:
+    """By the first batch that is full: the last of an epoch does not tell."""
+    if trainer in _ROWS:
+        return _ROWS[trainer]
+    args = trainer.args
+    size = trainer._train_batch_size if is_training else args.per_device_eval_batch_size
+    if is_training and hasattr(trainer.train_dataset, "__len__"):
+        size = min(size, len(trainer.train_dataset))
+    found, rest = divmod(num_rows_of(inputs), size)
+    if rest or not found:
+        return 1
+    _ROWS[trainer] = found
+    return found
+
+
+def _own_compute_loss(trainer: Any) -> Any:
+    compute = trainer.compute_loss
+    return compute.own if isinstance(compute, OutsideOfSteps) else compute
+
+
+def _check_loss(trainer: Any, batch: Batch, num_items: Any) -> None:
+    """Checks the loss of trainers that do not take it as transformers computes it."""
+    plain = sys.modules["transformers.trainer"].Trainer.compute_loss
+    is_own = getattr(_own_compute_loss(trainer), "__func__", None) is not plain
+    if is_own or trainer.compute_loss_func is not None:
+        check_loss(trainer, batch, num_items)
 
 
 def shifts_by_default(model: Any) -> bool:
@@ -169,6 +201,7 @@ def _prediction_step(
             batch = _cut(self, inputs, count, is_training=False)
             kept = None if prediction_loss_only else ignored
             losses, outputs, recorded = steps.evaluate(model, self, batch, count is not None, kept)
+            _check_loss(self, batch, count)
             _take_metrics(self, recorded, batch, count)
             loss = to_host(losses.reduce_sum(), device_backend())
         else:
@@ -179,13 +212,46 @@ def _prediction_step(
     return loss, _only(_joined(outputs, batch)), to_host(_only(labels), device_backend())
 
 
+class _Named(dict[str, Any]):
+    """Outputs of a model that are asked for as attributes or as items."""
+
+    __getattr__ = dict.get
+
+
+def compute_outside(
+    self: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """`compute_loss` of a `prediction_step` of the trainer's own: evaluates one batch."""
+    batch = _cut(self, inputs, num_items_in_batch, is_training=False)
+    with torch.no_grad():
+        losses, outputs, recorded = steps.evaluate(
+            model,
+            self,
+            batch,
+            num_items_in_batch is not None,
+            () if return_outputs else None,
+            return_outputs,
+        )
+    _check_loss(self, batch, num_items_in_batch)
+    _take_metrics(self, recorded, batch, num_items_in_batch)
+    loss = to_host(losses.reduce_sum(), device_backend())
+    if not return_outputs:
+        return loss
+    outputs = _joined(outputs, batch)
+    return loss, _Named(outputs) if isinstance(outputs, dict) else outputs
+
+
 def _take_metrics(trainer: Any, recorded: list[Any], batch: Batch, num_items: Any) -> None:
     """Plays `compute_loss` for what it does beside the loss; see `metrics`."""
     if not recorded:
         return
     played = Played(trainer.model, [_joined(outputs, batch) for outputs in recorded])
-    with torch.no_grad():
-        trainer.compute_loss(played, dict(batch.inputs), num_items_in_batch=num_items)
+    with torch.no_grad(), in_place_of(trainer.model, played, trainer):
+        _own_compute_loss(trainer)(played, dict(batch.inputs), num_items_in_batch=num_items)
 
 
 def _joined(outputs: Any, batch: Batch) -> Any:
@@ -194,8 +260,7 @@ def _joined(outputs: Any, batch: Batch) -> Any:
     def join(output: Any) -> Any:
         if not isinstance(output, StepOutput):
             return output
-        parts = to_host(output.outputs[: batch.num_real], device_backend())
-        return torch.cat(parts) if parts[0].dim() else torch.stack(parts).mean()
+        return joined(to_host(output.outputs[: batch.num_real], device_backend()), batch)
 
     return pytree.tree_map(join, outputs)
 

@@ -1,0 +1,136 @@
+"""Whether the loss of a batch is the weighted mean of the losses of its microbatches.
+
+That is so for the losses of transformers' models. A `compute_loss` of another trainer may compare
+the rows of a batch with each other (contrastive losses), which a microbatch cannot: its numbers
+would be others, in silence. So it is tried once, on the host, with made-up outputs of the model:
+this costs no call of the model and depends on nothing but `compute_loss`.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.utils._pytree as pytree
+
+from mpxla.compat import CompatError
+from mpxla.compat.huggingface.batches import Batch
+from mpxla.compat.huggingface.metrics import Played, in_place_of, shadow_of
+from mpxla.log import warn_once
+from mpxla.user_lines import at_script_line
+
+__all__ = ["check_loss", "joined", "note_outputs"]
+
+_KINDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By trainers. (Step functions would take another attribute of a trainer for another trainer.)"""
+_CHECKED: WeakSet[Any] = WeakSet()
+_TOLERANCE = {"rel_tol": 1e-3, "abs_tol": 1e-5}
+"""Some losses compute in float32, whatever they get."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def note_outputs(trainer: Any, outputs: list[Any]) -> None:
+    """Keeps what a captured `compute_loss` has got from the model: shapes and dtypes."""
+
+    def kind(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor)
+        return _Kind(tuple(value.shape), value.dtype) if is_tensor else value
+
+    if trainer not in _CHECKED:
+        _KINDS[trainer] = pytree.tree_map(kind, outputs)
+
+
+def check_loss(trainer: Any, batch: Batch, num_items: Any) -> None:
+    """Tries `compute_loss` once for each trainer, after the first step of several microbatches.
+
+    Raises:
+        CompatError: its loss of the batch is not that of the microbatches.
+    """
+    if trainer not in _KINDS or batch.num_real == 1:
+        return
+    kinds = _KINDS.pop(trainer)
+    _CHECKED.add(trainer)
+    try:
+        losses = _losses(trainer, batch, kinds, num_items)
+    except Exception as error:  # of code of other libraries, with values that no model gave
+        text = f"its loss could not be tried on made-up outputs ({type(error).__name__}: {error})"
+        warn_once(
+            "compute_loss",
+            f"{type(trainer).__name__}: {text}. If it compares the rows of a batch with each "
+            f"other, train with --microbatches 1.",
+        )
+        return
+    if not any(math.isclose(whole, sum_, **_TOLERANCE) for whole, sum_ in losses):
+        raise CompatError(
+            f"{at_script_line()}: the loss of {type(trainer).__name__} is not the mean of the "
+            f"losses of its microbatches (on made-up outputs of the model, the batch has "
+            f"{losses[0][0]:.6g} and the microbatches {losses[0][1]:.6g}): it compares the rows of "
+            f"a batch with each other. Train with --microbatches 1."
+        )
+
+
+def _losses(
+    trainer: Any, batch: Batch, kinds: list[Any], num_items: Any
+) -> list[tuple[float, float]]:
+    """Pairs of the batch's loss and the microbatches', for each order that outputs may have."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        pytree.tree_map(lambda k: _made_up(k, generator), kinds) for _ in range(batch.num_real)
+    ]
+    num = batch.num_real
+    shares = (batch.weights[:num] / batch.weights.sum()).tolist()
+    total = 0.0
+    for i, share in enumerate(shares):
+        taken = batch.smp_slice(num, i, 0)
+        items = None if num_items is None else taken["num_items"]
+        if share:
+            total += share * _play(trainer, parts[i], taken["inputs"], items)
+    found: list[tuple[float, float]] = []
+    for join in (joined, partial(joined, is_stacked=True)):
+        whole = pytree.tree_map(lambda *each, join=join: join(list(each), batch, shares), *parts)
+        found.append((_play(trainer, whole, dict(batch.inputs), num_items), total))
+    return found
+
+
+def _made_up(kind: Any, generator: torch.Generator) -> Any:
+    """Values that are probabilities, embeddings or scores as well."""
+    if not isinstance(kind, _Kind):
+        return kind
+    if kind.dtype.is_floating_point:
+        return torch.rand(kind.shape, generator=generator, dtype=torch.float64)
+    return torch.randint(0, 2, kind.shape, generator=generator).to(kind.dtype)
+
+
+def _play(trainer: Any, outputs: list[Any], inputs: dict[str, Any], num_items: Any) -> float:
+    shadow, _ = shadow_of(trainer)
+    played = Played(trainer.model, outputs)
+    with torch.no_grad(), in_place_of(trainer.model, played, trainer):
+        loss = shadow.compute_loss(played, inputs, num_items_in_batch=num_items)
+    return float(loss.mean())
+
+
+def joined(
+    parts: list[Any], batch: Batch, shares: list[float] | None = None, is_stacked: bool = False
+) -> Any:
+    """One output of the microbatches as that of the batch. Of numbers it is the mean.
+
+    Rows are in the order of the batch's (the first rows of all examples, then the second ones...).
+    With `is_stacked`, so are those of outputs that have other multiples of the examples, as where
+    `compute_loss` puts several inputs into one call of the model.
+    """
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0]
+    if not parts[0].dim():
+        shares = shares or [1 / len(parts)] * len(parts)
+        return sum(part * share for part, share in zip(parts, shares, strict=True))
+    size, length = batch.examples.shape[1], parts[0].shape[0]
+    if length == batch.rows.shape[1] or (is_stacked and length % size == 0):
+        return torch.cat([part.unflatten(0, (-1, size)) for part in parts], 1).flatten(0, 1)
+    return torch.cat(parts)
