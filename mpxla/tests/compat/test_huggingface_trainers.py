@@ -1,0 +1,197 @@
+"""Trainers that derive from transformers' `Trainer`: losses, batches and files of their own."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mpxla.compat import CompatError
+from mpxla.compat.huggingface.batches import cut_batch
+from mpxla.compat.huggingface.checks import check_loss, joined, note_outputs
+from mpxla.compat.huggingface.metrics import OutsideOfSteps, Recording, in_place_of, shadow_of
+from mpxla.tests.compat.test_huggingface import (
+    assert_equal_runs,
+    history,
+    run_launched,
+    run_plainly,
+)
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def cut_pairs(num_pairs, num_parts, **inputs):
+    ids = torch.arange(2 * num_pairs)
+    inputs |= {"ids": ids, "margin": ids[:num_pairs] / 10}
+    return cut_batch(inputs, num_parts, is_shifted=False, is_training=True, rows_per_example=2)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("num_pairs", [1, 4, 6])
+def test_a_microbatch_has_both_rows_of_its_pairs(num_pairs):
+    batch = cut_pairs(num_pairs, 4)
+    parts = [batch.smp_slice(4, index, 0)["inputs"] for index in range(4)]
+    for part in parts:
+        first, second = part["ids"].chunk(2)
+        assert torch.equal(second, first + num_pairs) and torch.equal(part["margin"], first / 10)
+    real = parts[: batch.num_real]
+    assert torch.equal(joined([part["ids"] for part in real], batch), batch.inputs["ids"])
+    assert torch.equal(joined([part["margin"] for part in real], batch), batch.inputs["margin"])
+
+
+@pytest.mark.unit
+def test_labels_of_pairs_count_by_pairs():
+    batch = cut_pairs(4, 2, labels=torch.tensor([1, 1, 1, -100]))
+    assert batch.weights.tolist() == pytest.approx([2 / 3, 1 / 3])
+
+
+class Model(torch.nn.Module):
+    def forward(self, ids):
+        return torch.zeros(len(ids), 3)
+
+
+class TrainerOfPairs:
+    """What `check_loss` needs of a trainer."""
+
+    def __init__(self, loss):
+        self.model, self.loss, self.accelerator, self.seen = Model(), loss, None, []
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None):
+        self.seen.append(inputs)
+        return self.loss(model(inputs["ids"]), inputs)
+
+
+def of_pairs(found, inputs):
+    first, second = found[:, 0].chunk(2)
+    return -F.logsigmoid(first - second - inputs["margin"]).mean()
+
+
+def contrastive(found, inputs):
+    first, second = found.chunk(2)
+    return F.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+def check(loss, num_parts=2):
+    trainer, batch = TrainerOfPairs(loss), cut_pairs(4, num_parts)
+    note_outputs(trainer, [torch.zeros(8 // num_parts, 3)])
+    check_loss(trainer, batch, None)
+    assert not trainer.seen, "the trainer keeps nothing of the trial"
+
+
+@pytest.mark.unit
+def test_a_loss_that_compares_the_rows_of_a_batch_is_refused():
+    check(of_pairs)
+    check(contrastive, num_parts=1)
+    with pytest.raises(CompatError, match="compares the rows .* Train with --microbatches 1"):
+        check(contrastive)
+
+
+@pytest.mark.unit
+def test_a_batch_that_is_cut_between_its_pairs_is_refused():
+    trainer = TrainerOfPairs(of_pairs)
+    inputs = {"ids": torch.arange(8), "margin": torch.zeros(())}
+    batch = cut_batch(inputs, 2, is_shifted=False, is_training=True)
+    note_outputs(trainer, [torch.zeros(4, 3)])
+    with pytest.raises(CompatError, match="TrainerOfPairs is not the mean"):
+        check_loss(trainer, batch, None)
+
+
+@pytest.mark.unit
+def test_losses_that_hold_the_model_call_the_stand_in():
+    model = Model()
+    args = SimpleNamespace(bf16=False, fp16=False)
+    loss = torch.nn.Sequential(torch.nn.Identity(), model)
+    trainer = SimpleNamespace(model=model, loss={"a": loss}, args=args)
+    recording = Recording(model, args)
+    with in_place_of(model, recording, trainer):
+        loss[1](torch.zeros(2))
+        loss[1].forward = lambda ids: "decorated"  # as MatryoshkaLoss does
+        assert loss[1](torch.zeros(2)) == "decorated"
+    assert loss[1] is model and len(recording.outputs) == 1
+
+
+@pytest.mark.unit
+def test_shadows_and_the_end_of_an_evaluation_have_the_own_compute_loss():
+    trainer = TrainerOfPairs(of_pairs)
+    own = trainer.compute_loss
+    outside = OutsideOfSteps(lambda trainer, model, inputs: "by a step", trainer)
+    assert trainer.compute_loss(None, {}) == "by a step" and outside.own == own
+    shadow, _ = shadow_of(trainer)
+    assert shadow.compute_loss.__func__ is own.__func__ and shadow.compute_loss.__self__ is shadow
+    outside.remove(trainer)
+    assert trainer.compute_loss == own and "compute_loss" not in vars(trainer)
+
+
+# --- whole scripts ------------------------------------------------------------------------------
+
+BATCHES = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "4"]
+PAIRS = [*BATCHES, "--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2"]
+PAIRS += ["--save_steps", "2", "--load_best_model_at_end", "True"]
+SHORT = [*BATCHES, "--max_steps", "2", "--bf16", "False", "--save_strategy", "no"]
+
+
+def compare(name, arguments, tmp_path, microbatches="2"):
+    """Runs a script on two stages and plainly. Returns both folders."""
+    folder, other = tmp_path / "ours", tmp_path / "plain"
+    run_plainly(name, arguments, other)
+    run_launched(name, arguments, folder, stages="2", microbatches=microbatches)
+    assert_equal_runs(folder, other)
+    logs = [
+        json.loads((path / "trainer_state.json").read_text())["log_history"]
+        for path in (folder, other)
+    ]
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours.keys() == theirs.keys()
+        measured = {k for k in ours if not k.endswith(("runtime", "per_second", "flos"))}
+        assert {k: ours[k] for k in measured} == pytest.approx(
+            {k: theirs[k] for k in measured}, rel=2e-4, abs=2e-6
+        )
+    return folder, other
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_trainer_with_ways_of_its_own(tmp_path):
+    """Batches of pairs, a loss that holds the model, metrics, evaluation, saving and loading."""
+    folders = compare("pairs", PAIRS, tmp_path)
+    found, expected = (torch.load(path / "predictions.pt") for path in folders)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    resumed = [*PAIRS, "--resume_from_checkpoint", str(folders[0] / "checkpoint-2")]
+    run_launched("pairs", resumed, tmp_path / "resumed", stages="2", microbatches="2")
+    assert history(tmp_path / "resumed")[:-1] == history(folders[0])[:-1]  # bitwise
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_loss_that_compares_rows_has_one_microbatch(tmp_path):
+    compare("pairs", [*PAIRS, "--contrastive", "True"], tmp_path, microbatches="1")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("reward", [True, False])
+def test_trl_trains_on_preferences(reward, tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    arguments = [*SHORT, "--reward", str(reward), "--gradient_checkpointing", "False"]
+    compare("preferences", [*arguments, "--pad_to_multiple_of", "16"], tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("loss", "microbatches"),
+    [
+        ("CosineSimilarityLoss", "2"),
+        ("TripletLoss", "2"),
+        ("MultipleNegativesRankingLoss", "1"),
+    ],
+)
+def test_sentence_transformers(loss, microbatches, tmp_path):
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    arguments = [*SHORT, "--loss", loss, "--pretrained", str(tmp_path / "pretrained")]
+    compare("embeddings", arguments, tmp_path, microbatches)
