@@ -83,7 +83,7 @@ def check(loss, num_parts=2):
 def test_a_loss_that_compares_the_rows_of_a_batch_is_refused():
     check(of_pairs)
     check(contrastive, num_parts=1)
-    with pytest.raises(CompatError, match="compares the rows .* Train with --microbatches 1"):
+    with pytest.raises(CompatError, match=r"compares the rows .* Train with --microbatches 1"):
         check(contrastive)
 
 
@@ -193,5 +193,14 @@ def test_trl_trains_on_preferences(reward, tmp_path):
 )
 def test_sentence_transformers(loss, microbatches, tmp_path):
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    arguments = [*SHORT, "--loss", loss, "--pretrained", str(tmp_path / "pretrained")]
+    # The gradient of TripletLoss for a common shift of all embeddings is 0 but for rounding.
+    arguments = [
+        *SHORT,
+        "--optim",
+        "sgd",
+        "--loss",
+        loss,
+        "--pretrained",
+        str(tmp_path / "pretrained"),
+    ]
     compare("embeddings", arguments, tmp_path, microbatches)

@@ -32,11 +32,12 @@ class Loss(torch.nn.Module):
     def forward(self, inputs):
         outputs = self.model(**{k: v for k, v in inputs.items() if k != "margin"})
         chosen, rejected = outputs.logits.chunk(2)
+        centered = outputs.logits.square().mean()  # else the bias has a gradient of 0
         if self.is_contrastive:
             scores = chosen @ rejected.T
-            return F.cross_entropy(scores, torch.arange(len(scores))), outputs
+            return F.cross_entropy(scores, torch.arange(len(scores))) + centered, outputs
         margins = (chosen - rejected)[:, 0] - inputs["margin"]
-        return -F.logsigmoid(margins).mean(), outputs
+        return -F.logsigmoid(margins).mean() + centered, outputs
 
 
 class PairTrainer(Trainer):
