@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,7 +25,8 @@ __all__ = ["check_loss", "joined", "note_outputs"]
 
 _KINDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """By trainers. (Step functions would take another attribute of a trainer for another trainer.)"""
-_CHECKED: WeakSet[Any] = WeakSet()
+_TRIED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Trainers, and whether it was with several microbatches."""
 _TOLERANCE = {"rel_tol": 1e-3, "abs_tol": 1e-5}
 """Some losses compute in float32, whatever they get."""
 
@@ -43,20 +44,20 @@ def note_outputs(trainer: Any, outputs: list[Any]) -> None:
         is_tensor = isinstance(value, torch.Tensor)
         return _Kind(tuple(value.shape), value.dtype) if is_tensor else value
 
-    if trainer not in _CHECKED:
+    if not _TRIED.get(trainer):
         _KINDS[trainer] = pytree.tree_map(kind, outputs)
 
 
 def check_loss(trainer: Any, batch: Batch, num_items: Any) -> None:
-    """Tries `compute_loss` once for each trainer, after the first step of several microbatches.
+    """Tries `compute_loss` after the first step of a trainer, and after the first of several parts.
 
     Raises:
         CompatError: its loss of the batch is not that of the microbatches.
     """
-    if trainer not in _KINDS or batch.num_real == 1:
+    kinds, are_several = _KINDS.get(trainer), batch.num_real > 1
+    if kinds is None or _TRIED.get(trainer) in (True, are_several):
         return
-    kinds = _KINDS.pop(trainer)
-    _CHECKED.add(trainer)
+    _TRIED[trainer] = are_several
     try:
         losses = _losses(trainer, batch, kinds, num_items)
     except Exception as error:  # of code of other libraries, with values that no model gave
@@ -72,7 +73,8 @@ def check_loss(trainer: Any, batch: Batch, num_items: Any) -> None:
             f"{at_script_line()}: the loss of {type(trainer).__name__} is not the mean of the "
             f"losses of its microbatches (on made-up outputs of the model, the batch has "
             f"{losses[0][0]:.6g} and the microbatches {losses[0][1]:.6g}): it compares the rows of "
-            f"a batch with each other. Train with --microbatches 1."
+            f"a batch with each other. Train with --microbatches 1. (Or it depends on what "
+            f"accelerator.gather gives, which a step function cannot.)"
         )
 
 
@@ -95,7 +97,9 @@ def _losses(
     found: list[tuple[float, float]] = []
     for join in (joined, partial(joined, is_stacked=True)):
         whole = pytree.tree_map(lambda *each, join=join: join(list(each), batch, shares), *parts)
-        found.append((_play(trainer, whole, dict(batch.inputs), num_items), total))
+        # With results of accelerator.gather, which the step has done without.
+        real = trainer.accelerator
+        found.append((_play(trainer, whole, dict(batch.inputs), num_items, real), total))
     return found
 
 
@@ -108,8 +112,15 @@ def _made_up(kind: Any, generator: torch.Generator) -> Any:
     return torch.randint(0, 2, kind.shape, generator=generator).to(kind.dtype)
 
 
-def _play(trainer: Any, outputs: list[Any], inputs: dict[str, Any], num_items: Any) -> float:
-    shadow, _ = shadow_of(trainer)
+def _play(
+    trainer: Any,
+    outputs: list[Any],
+    inputs: dict[str, Any],
+    num_items: Any,
+    accelerator: Any = None,
+) -> float:
+    shadow, silent = shadow_of(trainer)
+    shadow.accelerator = accelerator or silent
     played = Played(trainer.model, outputs)
     with torch.no_grad(), in_place_of(trainer.model, played, trainer):
         loss = shadow.compute_loss(played, inputs, num_items_in_batch=num_items)

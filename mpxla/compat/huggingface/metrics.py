@@ -15,9 +15,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from mpxla.compat import CompatError
 from mpxla.compat.cuda import Autocast
+from mpxla.user_lines import at_script_line
 
-__all__ = ["OutsideOfSteps", "Played", "Recording", "in_place_of", "shadow_of"]
+__all__ = ["OutsideOfSteps", "Played", "Recording", "computed", "in_place_of", "shadow_of"]
 
 _DEPTH = 3
 _GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
@@ -74,6 +76,29 @@ class Recording(_StandIn):
             found = pytree.tree_map(_widened, found)
         self.outputs.append(pytree.tree_map(_detached, found))
         return found
+
+
+def computed(trainer: Any, recording: Recording, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """What `compute_loss` gives in a captured step, and whether it takes metrics.
+
+    Raises:
+        CompatError: the loss depends on other processes.
+    """
+    shadow, accelerator = shadow_of(trainer)
+    try:
+        with in_place_of(trainer.model, recording, trainer):
+            found = shadow.compute_loss(recording, *args, **kwargs)
+        if isinstance(found[0] if isinstance(found, tuple) else found, _Nothing):
+            raise TypeError(_Nothing.__name__)
+    except TypeError as error:
+        if _Nothing.__name__ not in str(error):
+            raise
+        raise CompatError(
+            f"{at_script_line()}: the loss of {type(trainer).__name__} depends on what "
+            f"accelerator.gather or a method like it gives, which step functions cannot ask other "
+            f"processes for: use a loss without it (for TRL's KTOTrainer, another loss_type)."
+        ) from error
+    return found, accelerator.was_asked
 
 
 class Played(_StandIn):

@@ -6,7 +6,7 @@ import torch
 
 import mpxla
 from mpxla.compat.huggingface.checks import note_outputs
-from mpxla.compat.huggingface.metrics import Recording, in_place_of, shadow_of
+from mpxla.compat.huggingface.metrics import Recording, computed
 
 __all__ = ["evaluate", "predict", "train"]
 
@@ -20,16 +20,15 @@ def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
     Returns:
         Weighted loss, and what the model gave if `compute_loss` takes metrics of it.
     """
-    shadow, accelerator = shadow_of(trainer)
     recording = Recording(model, trainer.args)
     num_items = batch["num_items"] if has_count else None
-    with in_place_of(model, recording, trainer):
-        loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
+    inputs = batch["inputs"]
+    loss, has_metrics = computed(trainer, recording, inputs, num_items_in_batch=num_items)
     note_outputs(trainer, recording.outputs)
     loss = loss * batch["weight"]
     scaler = trainer.accelerator.scaler  # with fp16
     model.backward(loss if scaler is None else scaler.scale(loss))
-    return loss.detach(), recording.outputs if accelerator.was_asked else []
+    return loss.detach(), recording.outputs if has_metrics else []
 
 
 @mpxla.step(non_split_inputs=["trainer", "has_count", "ignored", "with_names"])
@@ -49,16 +48,15 @@ def evaluate(
     Returns:
         Weighted losses, the outputs, and what the model gave if `compute_loss` takes metrics of it.
     """
-    shadow, accelerator = shadow_of(trainer)
     recording = Recording(model, trainer.args)
     num_items, outputs = batch["num_items"] if has_count else None, ()
-    with in_place_of(model, recording, trainer):
-        found = shadow.compute_loss(
-            recording,
-            batch["inputs"],
-            num_items_in_batch=num_items,
-            **({} if ignored is None else {"return_outputs": True}),
-        )
+    found, has_metrics = computed(
+        trainer,
+        recording,
+        batch["inputs"],
+        num_items_in_batch=num_items,
+        **({} if ignored is None else {"return_outputs": True}),
+    )
     note_outputs(trainer, recording.outputs)
     loss = found
     if ignored is not None:
@@ -69,7 +67,7 @@ def evaluate(
             outputs = {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
     weight = batch["weight"]
     loss = torch.where(weight > 0, loss.detach().mean() * weight, torch.zeros_like(weight))
-    return loss, outputs, recording.outputs if accelerator.was_asked else []
+    return loss, outputs, recording.outputs if has_metrics else []
 
 
 @mpxla.step(non_split_inputs=["trainer", "ignored"])

@@ -306,7 +306,9 @@ class _Arguments:
 
 def arguments_of(**values):
     patches = Patches()
-    module = SimpleNamespace(TrainingArguments=_Arguments, is_torch_bf16_gpu_available=bool)
+    module = SimpleNamespace(
+        TrainingArguments=_Arguments, PartialState=object, is_torch_bf16_gpu_available=bool
+    )
     patch_arguments(module, patches)
     try:
         made = _Arguments(**values)

@@ -10,7 +10,13 @@ from torch.nn import functional as F
 from mpxla.compat import CompatError
 from mpxla.compat.huggingface.batches import cut_batch
 from mpxla.compat.huggingface.checks import check_loss, joined, note_outputs
-from mpxla.compat.huggingface.metrics import OutsideOfSteps, Recording, in_place_of, shadow_of
+from mpxla.compat.huggingface.metrics import (
+    OutsideOfSteps,
+    Recording,
+    computed,
+    in_place_of,
+    shadow_of,
+)
 from mpxla.tests.compat.test_huggingface import (
     assert_equal_runs,
     history,
@@ -95,6 +101,34 @@ def test_a_batch_that_is_cut_between_its_pairs_is_refused():
     note_outputs(trainer, [torch.zeros(4, 3)])
     with pytest.raises(CompatError, match="TrainerOfPairs is not the mean"):
         check_loss(trainer, batch, None)
+
+
+class Alone:
+    def gather(self, value):
+        return value
+
+
+def with_gathered(take):
+    def compute(self, model, inputs, num_items_in_batch=None):
+        taken = take(self.accelerator.gather(torch.ones(2)))
+        return of_pairs(model(inputs["ids"]), inputs) * taken
+
+    return type("TrainerThatGathers", (TrainerOfPairs,), {"compute_loss": compute})
+
+
+@pytest.mark.unit
+def test_a_loss_that_depends_on_other_processes_is_refused():
+    trainer = with_gathered(lambda gathered: 1 + gathered.sum().item())(None)
+    trainer.accelerator = Alone()
+    note_outputs(trainer, [torch.zeros(8, 3)])
+    with pytest.raises(CompatError, match=r"depends on what accelerator\.gather"):
+        check_loss(trainer, cut_pairs(4, 1), None)
+    trainer = with_gathered(lambda gathered: gathered.sum())(None)
+    recording = Recording(trainer.model, SimpleNamespace(bf16=False, fp16=False))
+    with pytest.raises(
+        CompatError, match=r"TrainerThatGathers depends on what accelerator\.gather"
+    ):
+        computed(trainer, recording, cut_pairs(4, 1).inputs)
 
 
 @pytest.mark.unit
