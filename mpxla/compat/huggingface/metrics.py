@@ -17,6 +17,7 @@ from torch import nn
 
 from mpxla.compat import CompatError
 from mpxla.compat.cuda import Autocast
+from mpxla.parallel.model import DistributedModel
 from mpxla.user_lines import at_script_line
 
 __all__ = ["OutsideOfSteps", "Played", "Recording", "computed", "in_place_of", "shadow_of"]
@@ -193,17 +194,16 @@ def shadow_of(trainer: Any) -> tuple[Any, _Silent]:
 @contextlib.contextmanager
 def in_place_of(model: Any, stand_in: _StandIn, trainer: Any) -> Generator[None]:
     """Modules of a trainer that hold its model, as losses do, hold the stand-in, until exit."""
-    module = getattr(model, "module", model)
     values: list[Any] = []
     for value in vars(trainer).values():
         values += cast(Any, value).values() if isinstance(value, dict) else [value]
     found = [
         (children, name, child)
         for value in values
-        if isinstance(value, nn.Module) and value is not model and value is not module
+        if isinstance(value, nn.Module) and not isinstance(value, DistributedModel)
         for children in [vars(holder)["_modules"] for holder in value.modules()]
         for name, child in children.items()
-        if child is model or child is module
+        if child is model
     ]
     for children, name, _ in found:
         children[name] = cast(Any, stand_in)
