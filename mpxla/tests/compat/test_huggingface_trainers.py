@@ -104,6 +104,21 @@ def test_a_batch_that_is_cut_between_its_pairs_is_refused():
         check_loss(trainer, batch, None)
 
 
+@pytest.mark.unit
+def test_columns_that_a_loss_puts_into_one_call_of_the_model_are_no_comparison():
+    """As losses of sentence-transformers do with the columns behind the first."""
+
+    class OfColumns(TrainerOfPairs):
+        def compute_loss(self, model, inputs, num_items_in_batch=None):
+            first, second = model(torch.cat([inputs["a"], inputs["b"]])).chunk(2)
+            return (first - second).square().mean()
+
+    columns = {"a": torch.arange(4), "b": torch.arange(4)}
+    trainer = OfColumns(None)
+    note_outputs(trainer, [torch.zeros(4, 3)])
+    check_loss(trainer, cut_batch(columns, 2, is_shifted=False, is_training=True), None)
+
+
 class Alone:
     def gather(self, value):
         return value
