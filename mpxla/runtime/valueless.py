@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.fx.experimental import _config
 
 from mpxla.errors import StepError
@@ -111,7 +112,9 @@ def _tensor_by_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         named = dict(zip(kwargs, own[len(args) :], strict=True))
         if not _is_valueless(own):
             results += func(*own[: len(args)], **named) or ()
-        elif not func._schema.is_mutable:  # of which nothing would come
+        elif func._schema.is_mutable:  # nothing comes of it, but that it may be noticed
+            increment_version(own[0][0])
+        else:
             bare = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), own)
             named = dict(zip(kwargs, bare[len(args) :], strict=True))
             results += _without_values(func, bare[: len(args)], named)

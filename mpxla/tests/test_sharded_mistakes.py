@@ -102,8 +102,13 @@ def write_where_nothing_is():
         with torch.no_grad():
             weight.clamp_(-0.1, 0.1)
 
+    def among_others():
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.5)
+
     mistakes = {
         "in place": in_place,
+        "among others": among_others,
         "data": lambda: weight.data.clamp_(-0.1, 0.1),
         "detached": lambda: weight.detach().mul_(2),
         "dtype": model.half,
@@ -131,7 +136,7 @@ def write_where_nothing_is():
 @pytest.mark.slow
 def test_what_is_lost_is_an_error():
     for texts in run_ranks(write_where_nothing_is, 2, env=JAX):
-        assert len(texts) == 8
+        assert len(texts) == 9
         for what, (text,) in texts.items():
             is_gradient = what in ("backward", "gradient")
             start = "has a gradient from outside" if is_gradient else "was written to after"
