@@ -71,6 +71,7 @@ def cut_batch(
     is_shifted: bool,
     is_training: bool,
     rows_per_example: int = 1,
+    is_whole: bool = False,
 ) -> Batch:
     """Cuts the arguments of a model.
 
@@ -82,12 +83,13 @@ def cut_batch(
         is_training: whether a microbatch without items that count is replaced, since its loss of
             0 / 0 would reach the gradients.
         rows_per_example: of a batch with the first rows of all examples, then the second ones...
+        is_whole: whether one microbatch has all rows.
     """
     num_rows = num_rows_of(inputs)
     if num_rows % rows_per_example:
         rows_per_example = 1
     num_examples = num_rows // rows_per_example
-    num_real = _number_of_parts(num_examples, num_microbatches)
+    num_real = 1 if is_whole else _number_of_parts(num_examples, num_microbatches)
     examples = torch.arange(num_examples).reshape(num_real, -1)
     rows = torch.cat([examples + k * num_examples for k in range(rows_per_example)], 1)
     counts = _items_that_count(inputs, rows, examples, is_shifted)

@@ -1,15 +1,16 @@
 """Whether the loss of a batch is the weighted mean of the losses of its microbatches.
 
-That is so for the losses of transformers' models. A `compute_loss` of another trainer may compare
-the rows of a batch with each other (contrastive losses), which a microbatch cannot: its numbers
-would be others, in silence. So it is tried once, on the host, with made-up outputs of the model:
-this costs no call of the model and depends on nothing but `compute_loss`.
+That is so for the losses of transformers' models. A `compute_loss` of another trainer may weight
+the rows of a batch (by classes) or compare them with each other (contrastive losses), which a
+microbatch cannot: its numbers would be others, in silence. So it is tried once, on the host, with
+made-up outputs of the model: this costs no call of the model and depends on nothing but
+`compute_loss`.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,15 +49,18 @@ def note_outputs(trainer: Any, outputs: list[Any]) -> None:
         _KINDS[trainer] = pytree.tree_map(kind, outputs)
 
 
-def check_loss(trainer: Any, batch: Batch, num_items: Any) -> None:
+def check_loss(trainer: Any, batch: Batch, num_items: Any) -> str | None:
     """Tries `compute_loss` after the first step of a trainer, and after the first of several parts.
 
+    Returns:
+        Why the batch has to be one microbatch; None if it has not.
+
     Raises:
-        CompatError: its loss of the batch is not that of the microbatches.
+        CompatError: the loss of one microbatch would be another one, too.
     """
     kinds, are_several = _KINDS.get(trainer), batch.num_real > 1
     if kinds is None or _TRIED.get(trainer) in (True, are_several):
-        return
+        return None
     _TRIED[trainer] = are_several
     try:
         losses = _losses(trainer, batch, kinds, num_items)
@@ -67,21 +71,33 @@ def check_loss(trainer: Any, batch: Batch, num_items: Any) -> None:
             f"{type(trainer).__name__}: {text}. If it compares the rows of a batch with each "
             f"other, train with --microbatches 1.",
         )
-        return
-    if not any(math.isclose(whole, sum_, **_TOLERANCE) for whole, sum_ in losses):
+        return None
+    if any(math.isclose(found.real, found.of_parts, **_TOLERANCE) for found in losses):
+        return None
+    loss = f"{at_script_line()}: the loss of {type(trainer).__name__}"
+    if not any(math.isclose(found.real, found.alone, **_TOLERANCE) for found in losses):
         raise CompatError(
-            f"{at_script_line()}: the loss of {type(trainer).__name__} is not the mean of the "
-            f"losses of its microbatches (on made-up outputs of the model, the batch has "
-            f"{losses[0][0]:.6g} and the microbatches {losses[0][1]:.6g}): it compares the rows of "
-            f"a batch with each other. Train with --microbatches 1. (Or it depends on what "
-            f"accelerator.gather gives, which a step function cannot.)"
+            f"{loss} depends on what accelerator.gather gives, which step functions cannot ask "
+            f"other processes for (on made-up outputs of the model it is {losses[0].real:.6g}, and "
+            f"{losses[0].alone:.6g} without): use a loss without it."
         )
+    return (
+        f"{loss} is not the mean of the losses of its microbatches (on made-up outputs of the "
+        f"model, the batch has {losses[0].real:.6g} and the microbatches {losses[0].of_parts:.6g})"
+        f": it weights the rows of a batch, or compares them with each other"
+    )
 
 
-def _losses(
-    trainer: Any, batch: Batch, kinds: list[Any], num_items: Any
-) -> list[tuple[float, float]]:
-    """Pairs of the batch's loss and the microbatches', for each order that outputs may have."""
+class _Losses(NamedTuple):
+    """Of one batch: as it is, without other processes, and as the mean of its microbatches."""
+
+    real: float
+    alone: float
+    of_parts: float
+
+
+def _losses(trainer: Any, batch: Batch, kinds: list[Any], num_items: Any) -> list[_Losses]:
+    """Those of one batch, for each order that outputs may have."""
     generator = torch.Generator().manual_seed(0)
     parts = [
         pytree.tree_map(lambda k: _made_up(k, generator), kinds) for _ in range(batch.num_real)
@@ -94,12 +110,15 @@ def _losses(
         items = None if num_items is None else taken["num_items"]
         if share:
             total += share * _play(trainer, parts[i], taken["inputs"], items)
-    found: list[tuple[float, float]] = []
+    found: list[_Losses] = []
     for join in (joined, partial(joined, is_stacked=True)):
         whole = pytree.tree_map(lambda *each, join=join: join(list(each), batch, shares), *parts)
-        # With results of accelerator.gather, which the step has done without.
-        real = trainer.accelerator
-        found.append((_play(trainer, whole, dict(batch.inputs), num_items, real), total))
+        # With results of accelerator.gather, and as a step does: without.
+        real, alone = (
+            _play(trainer, whole, dict(batch.inputs), num_items, accelerator)
+            for accelerator in (trainer.accelerator, None)
+        )
+        found.append(_Losses(real, alone, total))
     return found
 
 

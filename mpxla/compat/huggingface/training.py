@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 
 import mpxla
+from mpxla.compat import CompatError
 from mpxla.compat.devices import device_backend
 from mpxla.compat.huggingface import steps
 from mpxla.compat.huggingface.batches import Batch, cut_batch, num_rows_of
@@ -22,6 +23,7 @@ from mpxla.compat.huggingface.checks import check_loss, joined
 from mpxla.compat.huggingface.metrics import OutsideOfSteps, Played, in_place_of
 from mpxla.compat.huggingface.saving import load_from_checkpoint
 from mpxla.compat.patching import Patches
+from mpxla.log import get_logger
 from mpxla.parallel.gradients.grad_scaler import GradScaler
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
@@ -30,6 +32,8 @@ from mpxla.runtime.outputs import StepOutput
 
 __all__ = ["compute_outside", "patch_training", "shifts_by_default"]
 
+_WHOLE: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Trainers that have run a step, and whether their batches are not cut."""
 _ROWS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Rows per example of each trainer's batches."""
 _CACHES = ["past_key_values", "cache"]
@@ -111,17 +115,23 @@ def _training_step(
     if callable(getattr(self.optimizer, "train", None)):
         self.optimizer.train()
     inputs = self._prepare_inputs(inputs)
-    batch = _cut(self, inputs, num_items_in_batch, is_training=True)
     is_scaled = self.loss_is_scaled_for_ga
     if is_scaled is None:
         is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         is_scaled = is_counted or self.compute_loss_func is not None
-    if not is_scaled:
-        batch.weights.div_(self.current_gradient_accumulation_steps)
-    if self.accelerator.sync_gradients:
-        model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
-    loss, recorded = steps.train(model, self, batch, num_items_in_batch is not None)
-    _check_loss(self, batch, num_items_in_batch)
+
+    def run() -> tuple[Batch, Any]:
+        batch = _cut(self, inputs, num_items_in_batch, is_training=True)
+        if not is_scaled:
+            batch.weights.div_(self.current_gradient_accumulation_steps)
+        if self.accelerator.sync_gradients:
+            model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
+        return batch, steps.train(model, self, batch, num_items_in_batch is not None)
+
+    batch, (loss, recorded) = run()
+    if _becomes_whole(self, batch, num_items_in_batch):
+        model.zero_grad()  # it was the first step
+        batch, (loss, recorded) = run()
     _take_metrics(self, recorded, batch, num_items_in_batch)
     return loss.reduce_sum().to(self.args.device)
 
@@ -134,6 +144,7 @@ def _cut(trainer: Any, inputs: dict[str, Any], num_items: Any, *, is_training: b
         is_shifted=trainer._loss_shifts_labels or shifts_by_default(trainer.model),
         is_training=is_training,
         rows_per_example=_rows_per_example(trainer, inputs, is_training),
+        is_whole=_WHOLE.get(trainer, False),
     )
 
 
@@ -157,12 +168,34 @@ def _own_compute_loss(trainer: Any) -> Any:
     return compute.own if isinstance(compute, OutsideOfSteps) else compute
 
 
-def _check_loss(trainer: Any, batch: Batch, num_items: Any) -> None:
-    """Checks the loss of trainers that do not take it as transformers computes it."""
+def _becomes_whole(trainer: Any, batch: Batch, num_items: Any) -> bool:
+    """Whether a batch has to run again, in one microbatch, as all of the trainer's from now on.
+
+    That is for losses that are not the mean of those of microbatches. All ranks call it after their
+    first step, and agree; what later steps find is an error.
+
+    Raises:
+        CompatError: steps cannot compute the loss, or they have computed others so far.
+    """
     plain = sys.modules["transformers.trainer"].Trainer.compute_loss
     is_own = getattr(_own_compute_loss(trainer), "__func__", None) is not plain
-    if is_own or trainer.compute_loss_func is not None:
-        check_loss(trainer, batch, num_items)
+    if not is_own and trainer.compute_loss_func is None:
+        return False
+    problem = check_loss(trainer, batch, num_items)
+    if trainer not in _WHOLE:
+        problems = mpxla.allgather(problem, mpxla.WORLD)
+        problem = next(filter(None, problems), None)
+        _WHOLE[trainer] = problem is not None
+        if problem is not None and mpxla.rank() == 0:
+            get_logger().warning(
+                "%s. From now on one microbatch has the whole batch, and the others repeat it "
+                "without weight: train with --microbatches 1, which computes the same in less time",
+                problem,
+            )
+        return _WHOLE[trainer]
+    if problem is not None:
+        raise CompatError(f"{problem}. Train with --microbatches 1.")
+    return False
 
 
 def shifts_by_default(model: Any) -> bool:
@@ -198,10 +231,15 @@ def _prediction_step(
     with torch.no_grad():
         if has_loss:
             count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
-            batch = _cut(self, inputs, count, is_training=False)
             kept = None if prediction_loss_only else ignored
-            losses, outputs, recorded = steps.evaluate(model, self, batch, count is not None, kept)
-            _check_loss(self, batch, count)
+
+            def run() -> tuple[Batch, Any]:
+                batch = _cut(self, inputs, count, is_training=False)
+                return batch, steps.evaluate(model, self, batch, count is not None, kept)
+
+            batch, (losses, outputs, recorded) = run()
+            if _becomes_whole(self, batch, count):
+                batch, (losses, outputs, recorded) = run()
             _take_metrics(self, recorded, batch, count)
             loss = to_host(losses.reduce_sum(), device_backend())
         else:
@@ -226,17 +264,17 @@ def compute_outside(
     num_items_in_batch: Any = None,
 ) -> Any:
     """`compute_loss` of a `prediction_step` of the trainer's own: evaluates one batch."""
-    batch = _cut(self, inputs, num_items_in_batch, is_training=False)
-    with torch.no_grad():
-        losses, outputs, recorded = steps.evaluate(
-            model,
-            self,
-            batch,
-            num_items_in_batch is not None,
-            () if return_outputs else None,
-            return_outputs,
-        )
-    _check_loss(self, batch, num_items_in_batch)
+
+    def run() -> tuple[Batch, Any]:
+        batch = _cut(self, inputs, num_items_in_batch, is_training=False)
+        kept = () if return_outputs else None
+        has_count = num_items_in_batch is not None
+        with torch.no_grad():
+            return batch, steps.evaluate(model, self, batch, has_count, kept, return_outputs)
+
+    batch, (losses, outputs, recorded) = run()
+    if _becomes_whole(self, batch, num_items_in_batch):
+        batch, (losses, outputs, recorded) = run()
     _take_metrics(self, recorded, batch, num_items_in_batch)
     loss = to_host(losses.reduce_sum(), device_backend())
     if not return_outputs:

@@ -79,29 +79,43 @@ def contrastive(found, inputs):
     return F.cross_entropy(first @ second.T, torch.arange(len(first)))
 
 
+def by_classes(found, inputs):
+    labels = (inputs["ids"] > 2).long()
+    return F.cross_entropy(found, labels, torch.tensor([1.0, 5.0, 2.0]).to(found.dtype))
+
+
 def check(loss, num_parts=2):
     trainer, batch = TrainerOfPairs(loss), cut_pairs(4, num_parts)
     note_outputs(trainer, [torch.zeros(8 // num_parts, 3)])
-    check_loss(trainer, batch, None)
+    problem = check_loss(trainer, batch, None)
     assert not trainer.seen, "the trainer keeps nothing of the trial"
+    return problem
 
 
 @pytest.mark.unit
-def test_a_loss_that_compares_the_rows_of_a_batch_is_refused():
-    check(of_pairs)
-    check(contrastive, num_parts=1)
-    with pytest.raises(CompatError, match=r"compares the rows .* Train with --microbatches 1"):
-        check(contrastive)
+def test_a_loss_that_compares_or_weights_the_rows_of_a_batch_is_noticed():
+    assert check(of_pairs) is None and check(contrastive, num_parts=1) is None
+    for loss in (contrastive, by_classes):
+        assert "TrainerOfPairs is not the mean of the losses of its microbatches" in check(loss)
 
 
 @pytest.mark.unit
-def test_a_batch_that_is_cut_between_its_pairs_is_refused():
+def test_a_batch_that_is_cut_between_its_pairs_is_noticed():
     trainer = TrainerOfPairs(of_pairs)
     inputs = {"ids": torch.arange(8), "margin": torch.zeros(())}
     batch = cut_batch(inputs, 2, is_shifted=False, is_training=True)
     note_outputs(trainer, [torch.zeros(4, 3)])
-    with pytest.raises(CompatError, match="TrainerOfPairs is not the mean"):
-        check_loss(trainer, batch, None)
+    assert "TrainerOfPairs is not the mean" in check_loss(trainer, batch, None)
+
+
+@pytest.mark.unit
+def test_a_whole_batch_is_one_microbatch():
+    inputs = {"ids": torch.arange(8)}
+    batch = cut_batch(inputs, 4, is_shifted=False, is_training=True, is_whole=True)
+    assert batch.weights.tolist() == [1, 0, 0, 0]
+    assert all(
+        torch.equal(batch.smp_slice(4, i, 0)["inputs"]["ids"], inputs["ids"]) for i in (0, 3)
+    )
 
 
 @pytest.mark.unit
@@ -218,8 +232,9 @@ def test_a_trainer_with_ways_of_its_own(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_loss_that_compares_rows_has_one_microbatch(tmp_path):
-    compare("pairs", [*PAIRS, "--contrastive", "True"], tmp_path, microbatches="1")
+@pytest.mark.parametrize("microbatches", ["1", "2"])
+def test_a_loss_that_compares_rows_has_one_microbatch(microbatches, tmp_path):
+    compare("pairs", [*PAIRS, "--contrastive", "True"], tmp_path, microbatches)
 
 
 @pytest.mark.ranks
@@ -236,14 +251,9 @@ def test_trl_trains_on_preferences(reward, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("loss", "microbatches"),
-    [
-        ("CosineSimilarityLoss", "2"),
-        ("TripletLoss", "2"),
-        ("MultipleNegativesRankingLoss", "1"),
-    ],
+    "loss", ["CosineSimilarityLoss", "TripletLoss", "MultipleNegativesRankingLoss"]
 )
-def test_sentence_transformers(loss, microbatches, tmp_path):
+def test_sentence_transformers(loss, tmp_path):
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     # The gradient of TripletLoss for a common shift of all embeddings is 0 but for rounding.
     arguments = [
@@ -255,4 +265,4 @@ def test_sentence_transformers(loss, microbatches, tmp_path):
         "--pretrained",
         str(tmp_path / "pretrained"),
     ]
-    compare("embeddings", arguments, tmp_path, microbatches)
+    compare("embeddings", arguments, tmp_path)
