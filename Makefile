@@ -38,9 +38,9 @@ test-slow: $(INSTALLED) ## run the slow tests of one part, by PART=NUMBER
 # ordinary models; of what goes by torch's version, capture, lowering and recomputation too.
 PJRT_TESTS := $(addprefix mpxla/tests/,test_parity.py test_parity_modes.py test_parity_replicas.py \
 	test_late_delivery.py test_client_training.py test_parity_scripts.py test_ordinary_models.py \
-	parallel/test_creation.py parallel/test_zero.py checkpoint/test_save_and_resume.py \
+	parallel/test_creation.py parallel/updates/test_zero.py checkpoint/test_save_and_resume.py \
 	checkpoint/test_full.py graph stage test_changed_model.py test_recomputation.py \
-	runtime/test_kept_steps.py test_python_state.py test_carried.py test_recorded.py test_followed.py)
+	runtime/plans/test_kept_steps.py test_python_state.py test_carried.py test_recorded.py test_followed.py)
 test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend, and those of parity on it
 	MPXLA_DEVICE=pjrt $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	-m "not slow and not device" mpxla/tests/device/pjrt $(PJRT_TESTS) $(ARGS)
