@@ -1,6 +1,8 @@
-"""The parts of the slow tests that CI runs in turn."""
+"""Which tests CI runs: the slow ones in parts, in turn, and some with the newest torch."""
 
+import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,3 +31,12 @@ def test_every_test_is_in_one_part_and_stays_there():
     assert part(names[50:], "657/4")[0] == [name for name in parts[0] if name in names[50:]]
     assert part(names, "1/4") == (parts[0], [name for name in names if name not in parts[0]])
     assert part(names, None) == (names, [])
+
+
+def test_what_runs_with_the_newest_torch_is_there():
+    tests = Path(__file__).parent
+    makefile = (tests.parents[1] / "Makefile").read_text()
+    found = re.search(r"addprefix mpxla/tests/,([^)]+)\)", makefile)
+    names = found[1].replace("\\", " ").split()
+    assert len(names) > 10
+    assert [name for name in names if not (tests / name).exists()] == []
