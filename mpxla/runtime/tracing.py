@@ -16,7 +16,7 @@ from mpxla.graph.capture.carried import settle
 from mpxla.graph.capture.reads import ModuleRead, ValueRead
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import Known, capture_step, with_values_if_needed
-from mpxla.graph.python.answers import Guess, Trial
+from mpxla.graph.python.answers import Guess
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import (
     attributes_noted,
@@ -108,7 +108,7 @@ class Tracing:
     def _find_masks_that_decide(self, signature: Signature, drawer: Drawer | None) -> None:
         """Goes through the whole function, before the first question, which is only a part."""
         self.state.is_trial = True
-        for guess in (Trial(False), Trial(True)):
+        for guess in (Guess(False), Guess(True)):
             with contextlib.suppress(Exception):  # a way that is not to be taken may raise
                 self._with_few_draws(replace(signature, answers=(guess,)), drawer)
         self.state.is_trial = False

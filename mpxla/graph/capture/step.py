@@ -54,7 +54,7 @@ from mpxla.graph.capture.transforms import transforms_captured
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.chosen.none import needs_no_rows, without_checks
 from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
-from mpxla.graph.python.answers import Answers, Guess, Trial, Undecided
+from mpxla.graph.python.answers import Answers, Guess, Undecided
 from mpxla.graph.python.counts import Counts, RaisesError, without_exception
 from mpxla.graph.python.decisions import Decisions, Tape
 from mpxla.graph.python.floats import Floats
@@ -496,9 +496,6 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
             drop_replayed_views(traced)
             keep_gradient_barriers(traced.graph_module)
             checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
-            is_tried = any(isinstance(answer, Trial) for answer in asked.answers or ())
-            if is_tried and not checks and counts.none_at is None:
-                raise ValueNeededError("The step function asks of no mask on a way that is tried.")
             written = frozenset(canonical_names[name] for name in returned.written)
             untrained = {canonical_names[name] for name in returned.untrained}
             trainable = frozenset(canonical_names[name] for name in trained) - untrained

@@ -26,7 +26,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["MOST_ANSWERS", "Answers", "Guess", "Trial", "Undecided", "modules_left"]
+__all__ = ["MOST_ANSWERS", "Answers", "Guess", "Undecided", "modules_left"]
 
 MOST_ANSWERS = 32
 """So often one way through a step function may ask."""
@@ -36,10 +36,6 @@ MOST_INTEGERS = 8
 
 class Guess(int):
     """What Python gets from here on; nobody runs what is captured so."""
-
-
-class Trial(Guess):
-    """A guess in a capture that is only to tell which masks decide."""
 
 
 class Undecided(BaseException):

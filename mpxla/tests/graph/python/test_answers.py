@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from mpxla.graph.capture.step import capture_step, with_values_if_needed
-from mpxla.graph.python.answers import Guess, Trial
 from mpxla.graph.user_code import ValueNeededError
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import FLOATS, run
@@ -71,19 +70,6 @@ def test_answers_belong_to_the_questions_of_a_way(scale):
         answers = [int(value) for value in run(step, model, [x])]
     (found,) = run(step, model, [x])[:1]
     torch.testing.assert_close(found, inside(model, x).detach())
-
-
-def asks_of_no_mask(model, x):
-    h = model(x)
-    return h.sum() if h.mean() > 0 else h.mean()
-
-
-def test_a_trial_ends_where_no_mask_is_asked_for():
-    """The rest of such a capture takes the longest, and nobody would use what it makes."""
-    model, _ = inputs(1)
-    with pytest.raises(ValueNeededError, match="asks of no mask"):
-        captured(model, asks_of_no_mask, Trial(True))
-    assert not captured(model, asks_of_no_mask, Guess(True)).is_question
 
 
 @pytest.mark.parametrize(
