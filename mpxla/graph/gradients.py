@@ -45,6 +45,7 @@ __all__ = [
     "GRADIENTS_OF",
     "LEAF",
     "Gradients",
+    "as_tuple",
     "copied",
     "expand_call",
     "expand_gradients",
@@ -101,7 +102,7 @@ class Gradients:
     def is_outside(self, outputs: Any) -> bool:
         """Whether what a function of the user's differentiates was made before, in the step."""
         known = cast(Any, get_proxy_mode()).tracer.tensor_tracker
-        return all(type(t) is FakeTensor and t not in known for t in _tuple(outputs))
+        return all(type(t) is FakeTensor and t not in known for t in as_tuple(outputs))
 
     def grad(
         self,
@@ -116,10 +117,10 @@ class Gradients:
         materialize_grads: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
         """What `torch.autograd.grad` returns, as values of the captured step."""
-        results, leaves = _tuple(outputs), _tuple(inputs)
+        results, leaves = as_tuple(outputs), as_tuple(inputs)
         if any(map(self._flags.is_frozen, leaves)):
             raise RuntimeError("One of the differentiated Tensors does not require grad")
-        seeds: Any = (None,) * len(results) if grad_outputs is None else _tuple(grad_outputs)
+        seeds: Any = (None,) * len(results) if grad_outputs is None else as_tuple(grad_outputs)
         unused = materialize_grads if allow_unused is None else allow_unused
         if is_grads_batched:  # one after the other
             each = [
@@ -150,7 +151,8 @@ class Gradients:
         return tuple(gradients)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One tensor, or several."""
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 

@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils._pytree as pytree
 
-from mpxla.compat import CompatError
 from mpxla.compat.huggingface.batches import Batch
-from mpxla.compat.huggingface.metrics import Played, in_place_of, shadow_of
+from mpxla.compat.huggingface.metrics import Played, depends_on_others, in_place_of, shadow_of
 from mpxla.log import warn_once
 from mpxla.user_lines import at_script_line
 
@@ -74,17 +73,15 @@ def check_loss(trainer: Any, batch: Batch, num_items: Any) -> str | None:
         return None
     if any(math.isclose(found.real, found.of_parts, **_TOLERANCE) for found in losses):
         return None
-    loss = f"{at_script_line()}: the loss of {type(trainer).__name__}"
     if not any(math.isclose(found.real, found.alone, **_TOLERANCE) for found in losses):
-        raise CompatError(
-            f"{loss} depends on what accelerator.gather gives, which step functions cannot ask "
-            f"other processes for (on made-up outputs of the model it is {losses[0].real:.6g}, and "
-            f"{losses[0].alone:.6g} without): use a loss without it."
-        )
+        numbers = f"it is {losses[0].real:.6g}, and {losses[0].alone:.6g} without"
+        raise depends_on_others(trainer, f" (on made-up outputs of the model {numbers})")
+    name, (real, _, of_parts) = type(trainer).__name__, losses[0]
     return (
-        f"{loss} is not the mean of the losses of its microbatches (on made-up outputs of the "
-        f"model, the batch has {losses[0].real:.6g} and the microbatches {losses[0].of_parts:.6g})"
-        f": it weights the rows of a batch, or compares them with each other"
+        f"{at_script_line()}: the loss of {name} is not the mean of the losses of its "
+        f"microbatches (on made-up outputs of the model, the batch has {real:.6g} and the "
+        f"microbatches {of_parts:.6g}): it weights the rows of a batch, or compares them with "
+        f"each other"
     )
 
 

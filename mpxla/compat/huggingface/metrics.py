@@ -17,10 +17,19 @@ from torch import nn
 
 from mpxla.compat import CompatError
 from mpxla.compat.cuda import Autocast
+from mpxla.graph.exchanged import restored
 from mpxla.parallel.model import DistributedModel
 from mpxla.user_lines import at_script_line
 
-__all__ = ["OutsideOfSteps", "Played", "Recording", "computed", "in_place_of", "shadow_of"]
+__all__ = [
+    "OutsideOfSteps",
+    "Played",
+    "Recording",
+    "computed",
+    "depends_on_others",
+    "in_place_of",
+    "shadow_of",
+]
 
 _DEPTH = 3
 _GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
@@ -94,12 +103,17 @@ def computed(trainer: Any, recording: Recording, *args: Any, **kwargs: Any) -> t
     except TypeError as error:
         if _Nothing.__name__ not in str(error):
             raise
-        raise CompatError(
-            f"{at_script_line()}: the loss of {type(trainer).__name__} depends on what "
-            f"accelerator.gather or a method like it gives, which step functions cannot ask other "
-            f"processes for: use a loss without it (for TRL's KTOTrainer, another loss_type)."
-        ) from error
+        raise depends_on_others(trainer) from error
     return found, accelerator.was_asked
+
+
+def depends_on_others(trainer: Any, detail: str = "") -> CompatError:
+    """The error of a loss that steps cannot compute."""
+    return CompatError(
+        f"{at_script_line()}: the loss of {type(trainer).__name__} depends on what "
+        f"accelerator.gather or a method like it gives, which step functions cannot ask other "
+        f"processes for{detail}: use a loss without it (for TRL's KTOTrainer, another loss_type)."
+    )
 
 
 class Played(_StandIn):
@@ -197,21 +211,17 @@ def in_place_of(model: Any, stand_in: _StandIn, trainer: Any) -> Generator[None]
     values: list[Any] = []
     for value in vars(trainer).values():
         values += cast(Any, value).values() if isinstance(value, dict) else [value]
-    found = [
-        (children, name, child)
+    tables = [
+        vars(holder)["_modules"]
         for value in values
         if isinstance(value, nn.Module) and not isinstance(value, DistributedModel)
-        for children in [vars(holder)["_modules"] for holder in value.modules()]
-        for name, child in children.items()
-        if child is model
+        for holder in value.modules()
     ]
-    for children, name, _ in found:
-        children[name] = cast(Any, stand_in)
-    try:
+    with restored(*tables):
+        for children in tables:
+            found = [name for name, child in children.items() if child is model]
+            children.update(dict.fromkeys(found, stand_in))
         yield
-    finally:
-        for children, name, child in found:
-            children[name] = child
 
 
 def _copied(value: Any, depth: int) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 import mpxla
 from mpxla.compat.devices import device_backend
 from mpxla.compat.patching import Patches
+from mpxla.graph.exchanged import exchanged
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.whole import whole_copy
 from mpxla.runtime.seeds import generator_state, set_generator_state
@@ -82,12 +83,9 @@ def _has_own(trainer: Any, name: str) -> bool:
 @contextlib.contextmanager
 def _holding_whole_copy(trainer: Any) -> Generator[nn.Module]:
     """The trainer's model is a copy of the whole one on the host, until exit. All ranks enter."""
-    own = trainer.model
-    trainer.model = copied = whole_copy(trainer.model_wrapped, current())
-    try:
+    copied = whole_copy(trainer.model_wrapped, current())
+    with exchanged(trainer, model=copied):
         yield copied
-    finally:
-        trainer.model = own
 
 
 def load_from_checkpoint(trainer: Any, folder: str) -> None:

@@ -7,6 +7,7 @@ the methods here replace those of its plain code that touch the model.
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -120,20 +121,36 @@ def _training_step(
         is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         is_scaled = is_counted or self.compute_loss_func is not None
 
-    def run() -> tuple[Batch, Any]:
-        batch = _cut(self, inputs, num_items_in_batch, is_training=True)
+    def step(batch: Batch) -> Any:
         if not is_scaled:
             batch.weights.div_(self.current_gradient_accumulation_steps)
         if self.accelerator.sync_gradients:
             model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
-        return batch, steps.train(model, self, batch, num_items_in_batch is not None)
+        return steps.train(model, self, batch, num_items_in_batch is not None)
 
-    batch, (loss, recorded) = run()
-    if _becomes_whole(self, batch, num_items_in_batch):
-        model.zero_grad()  # it was the first step
-        batch, (loss, recorded) = run()
+    batch, (loss, recorded) = _run(self, model, inputs, num_items_in_batch, step, is_training=True)
     _take_metrics(self, recorded, batch, num_items_in_batch)
     return loss.reduce_sum().to(self.args.device)
+
+
+def _run(
+    trainer: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    num_items: Any,
+    step: Callable[[Batch], Any],
+    *,
+    is_training: bool,
+) -> tuple[Batch, Any]:
+    """A batch as it is cut, and what a step gives for it."""
+    batch = _cut(trainer, inputs, num_items, is_training=is_training)
+    found = step(batch)
+    if _becomes_whole(trainer, batch, num_items):
+        if is_training:
+            model.zero_grad()  # it was the first step
+        batch = _cut(trainer, inputs, num_items, is_training=is_training)
+        found = step(batch)
+    return batch, found
 
 
 def _cut(trainer: Any, inputs: dict[str, Any], num_items: Any, *, is_training: bool) -> Batch:
@@ -233,13 +250,11 @@ def _prediction_step(
             count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
             kept = None if prediction_loss_only else ignored
 
-            def run() -> tuple[Batch, Any]:
-                batch = _cut(self, inputs, count, is_training=False)
-                return batch, steps.evaluate(model, self, batch, count is not None, kept)
+            def step(batch: Batch) -> Any:
+                return steps.evaluate(model, self, batch, count is not None, kept)
 
-            batch, (losses, outputs, recorded) = run()
-            if _becomes_whole(self, batch, count):
-                batch, (losses, outputs, recorded) = run()
+            batch, found = _run(self, model, inputs, count, step, is_training=False)
+            losses, outputs, recorded = found
             _take_metrics(self, recorded, batch, count)
             loss = to_host(losses.reduce_sum(), device_backend())
         else:
@@ -264,17 +279,14 @@ def compute_outside(
     num_items_in_batch: Any = None,
 ) -> Any:
     """`compute_loss` of a `prediction_step` of the trainer's own: evaluates one batch."""
+    kept, has_count = () if return_outputs else None, num_items_in_batch is not None
 
-    def run() -> tuple[Batch, Any]:
-        batch = _cut(self, inputs, num_items_in_batch, is_training=False)
-        kept = () if return_outputs else None
-        has_count = num_items_in_batch is not None
-        with torch.no_grad():
-            return batch, steps.evaluate(model, self, batch, has_count, kept, return_outputs)
+    def step(batch: Batch) -> Any:
+        return steps.evaluate(model, self, batch, has_count, kept, return_outputs)
 
-    batch, (losses, outputs, recorded) = run()
-    if _becomes_whole(self, batch, num_items_in_batch):
-        batch, (losses, outputs, recorded) = run()
+    with torch.no_grad():
+        batch, found = _run(self, model, inputs, num_items_in_batch, step, is_training=False)
+    losses, outputs, recorded = found
     _take_metrics(self, recorded, batch, num_items_in_batch)
     loss = to_host(losses.reduce_sum(), device_backend())
     if not return_outputs:

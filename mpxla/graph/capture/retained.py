@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.capture.flags import Flags
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.gradients import as_tuple
 
 __all__ = ["BACKWARD", "Retained", "backward_told"]
 
@@ -50,7 +51,7 @@ class Retained:
         """Whether a call of torch is about such gradients only."""
         if func in BACKWARD:
             leaves = kwargs.get("inputs")
-            return leaves is not None and all(map(self._keeps, _tuple(leaves)))
+            return leaves is not None and all(map(self._keeps, as_tuple(leaves)))
         return func is torch.Tensor.retain_grad or (func in (_GET, _SET) and self._keeps(args[0]))
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,7 +99,7 @@ class Retained:
         gradient: Any = None,
     ) -> None:
         """As `torch.autograd.backward` and, with `gradient`, the method of tensors."""
-        leaves = _tuple(inputs)
+        leaves = as_tuple(inputs)
         seeds = next((v for v in (grad_tensors, grad_variables, gradient) if v is not None), None)
         keys = {"create_graph": create_graph, "allow_unused": True}
         found = self._differentiate(tensors, leaves, seeds, retain_graph, **keys)
@@ -112,10 +113,6 @@ def _sum(known: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor |
         return new if known is None else known
     with torch.no_grad():
         return known.add_(new)  # in place, as PyTorch does: the script may hold it
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
 @contextlib.contextmanager
