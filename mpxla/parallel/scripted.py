@@ -33,11 +33,12 @@ class _Held(nn.Module):
         self._take_from(borrower)
         self._take_from(script._c)  # pyright: ignore[reportPrivateUsage]
 
-    def _lend(self) -> None:
+    def lend_parameters(self) -> None:
+        """Gives the borrower what this module has for parameters and buffers now."""
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
             self._borrower.setattr(name, tensor)
         for part in self.children():
-            part._lend()  # pyright: ignore[reportCallIssue]
+            part.lend_parameters()  # pyright: ignore[reportCallIssue]
 
     def _take_back(self) -> None:
         self._take_from(self._borrower)
@@ -69,7 +70,7 @@ class _Scripted(_Held):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the scripted module computes, operator by operator."""
-        self._lend()
+        self.lend_parameters()
         try:
             with torch.jit.optimized_execution(False):  # fused ones have derivatives of their own
                 return self._run(*args, **kwargs)

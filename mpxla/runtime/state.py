@@ -21,6 +21,7 @@ from mpxla.errors import MpxlaError
 from mpxla.graph.capture.carried import CarriedTensor
 from mpxla.graph.capture.held_tensors import held_tensors
 from mpxla.graph.capture.hooks import refuse_gradient_hooks
+from mpxla.graph.capture.own_parameters import Former, memory
 from mpxla.graph.capture.tensor_places import HeldTensor, set_by_users
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter, without_values
@@ -55,7 +56,7 @@ class ModelState:
         self.shards: dict[str, FlatShard] = {}
         self.parts: dict[str, nn.Parameter] = {}
         self._recorded: list[torch.Tensor] = []
-        self._former: list[tuple[StorageWeakRef, nn.Parameter]] = []
+        self._former: list[tuple[StorageWeakRef, Any, nn.Parameter]] = []
         self.take_in()
 
     def take_in(self) -> None:
@@ -256,10 +257,11 @@ class ModelState:
         self._recorded += [t.detach() for t in (*parameters.values(), *buffers.values())]
         with _without_weak_references(self.module):
             for name, parameter in parameters.items():
+                if parameter.device.type == "cpu":
+                    storage = StorageWeakRef(parameter.untyped_storage())
+                    self._former.append((storage, memory(parameter), parameter))
                 if name in self.shards and name in local:
                     continue  # it goes to the device part by part, once replicas have equal values
-                if name in local and parameter.device.type == "cpu":
-                    self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
                 if name in local:
                     _exchange(name, parameter, device, nn.Parameter)
                 else:
@@ -283,7 +285,13 @@ class ModelState:
         if tensor.device.type != "cpu":
             return None
         own = StorageWeakRef(tensor.untyped_storage())
-        return next((p for ref, p in self._former if ref == own), None)
+        former = (p for ref, _, p in self._former if ref == own)
+        return next((p for p in former if not isinstance(p, AbsentParameter)), None)
+
+    def former(self) -> Former:
+        """Parameters by their memory before they moved, where something still has it."""
+        held = ((where, p) for storage, where, p in self._former if not storage.expired())
+        return {where: parameter for where, parameter in held if where is not None}
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
         """Makes all parameters and buffers host tensors with these values, by any name."""

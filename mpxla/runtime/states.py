@@ -9,6 +9,7 @@ there. This module must not know graphs or schedules.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -129,6 +130,10 @@ class ModelStates:
         }
 
     # --- names ----------------------------------------------------------------------------------
+
+    def former(self) -> dict[Any, nn.Parameter]:
+        """Parameters by their memory before they moved, where something still has it."""
+        return {where: p for state in self._states.values() for where, p in state.former().items()}
 
     def owners(self, names: Iterable[str]) -> set[str]:
         """Labels of the models that have some tensors."""

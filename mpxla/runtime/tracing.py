@@ -225,6 +225,7 @@ class Tracing:
                     self.decided,
                     self.replicas,
                     self.floats,
+                    self.states.former(),
                 )
             except ChangedArgumentError as error:
                 if error.place >= len(paths):

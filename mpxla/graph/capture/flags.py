@@ -9,7 +9,7 @@ at when the function has run.
 This module must not know how the step is captured.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch._C import DisableTorchFunction
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture.own_parameters import OwnParameters
 from mpxla.graph.stepgraph import LeftFlag
 from mpxla.graph.user_code import AgainError, at_user_line
 
@@ -45,17 +46,16 @@ class Flags:
     Args:
         model: has stand-ins for parameters, which require gradients if the step trains them.
         thawed: names of those that are frozen when it begins nevertheless.
-        real: identity of every parameter of the model itself -> its name.
+        own: the parameters of the model itself.
 
     Attributes:
         thawed: names of others that the function has unfrozen, and whose earlier uses are not
             known to be without a gradient.
     """
 
-    def __init__(self, model: nn.Module, thawed: Collection[str], real: Mapping[int, str]):
+    def __init__(self, model: nn.Module, thawed: Collection[str], own: OwnParameters):
         named = [*model.named_parameters()]
-        known = dict(named)
-        self._stand_ins = {key: known[name] for key, name in real.items()}
+        self._own = own
         self._parameters = {id(parameter): (name, parameter) for name, parameter in named}
         self._frozen = {id(parameter) for name, parameter in named if name in thawed}
         self._began = {id(p): p.requires_grad and name not in thawed for name, p in named}
@@ -71,11 +71,8 @@ class Flags:
 
         Scripts hold parameters themselves: in lists, or in `optimizer.param_groups`.
         """
-        return tensor if id(tensor) in self._parameters else self._stand_ins.get(id(tensor))
-
-    def own_of(self, value: Any) -> Any:
-        """The stand-in in the place of a parameter of the model, held elsewhere; others as is."""
-        return self._stand_ins.get(id(value), value)
+        stand_in = self._own.stand_in(tensor)
+        return stand_in if id(stand_in) in self._parameters else None
 
     def put(self, parameter: torch.Tensor, value: bool) -> None:
         """`parameter.requires_grad = value`."""
@@ -172,7 +169,7 @@ class Flags:
 
     def release(self) -> None:
         """Lets go of tensors, and so of the graph of autograd, at the end."""
-        for held in (self._parameters, self._stand_ins, self._backwards, self._regions):
+        for held in (self._parameters, self._backwards, self._regions):
             held.clear()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -40,6 +39,7 @@ from mpxla.graph.capture.functions import (
 )
 from mpxla.graph.capture.gradient_hooks import hook_tensor
 from mpxla.graph.capture.hooks import attributes_kept, refuse_gradients
+from mpxla.graph.capture.own_parameters import OwnParameters, memory
 from mpxla.graph.capture.pieces import Joins, Pieces
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.recurrent import Recurrences
@@ -87,6 +87,7 @@ class StepSemantics(TorchFunctionMode):
     def __init__(
         self,
         counts: Counts,
+        own: OwnParameters,
         flags: Flags,
         tape: Tape | None = None,
         answers: Answers | None = None,
@@ -96,10 +97,11 @@ class StepSemantics(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.replicas = Replicas(replicas)
-        self._counts, self._flags = counts, flags
+        self.own, self._counts, self._flags = own, counts, flags
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape, answers, floats)
         self.writes = HiddenWrites(self.constants.call, flags)
+        own.detached = self.writes.contents.detached
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value, counts)
         self.pieces = Pieces(self.writes.call, self.selected, counts, joins or Joins())
@@ -112,7 +114,7 @@ class StepSemantics(TorchFunctionMode):
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(self._flags.own_of, (tuple(args), kwargs or {}))
+        args, kwargs = self.own.stand_ins((tuple(args), kwargs or {}))
         if (later := made_later(func, args)) is not None:
             return later
         if func in _AUTOGRAD and self.of_function == (True, False):
@@ -251,8 +253,8 @@ class StepSemantics(TorchFunctionMode):
 
         Export gives another tensor for a parameter, which tells nothing of writes and of `.data`.
         """
-        owners = {_memory(copy): own for own, copy in self._on_host.values()}
-        return [owners.get(_memory(value), value) for value in values]
+        owners = {memory(copy) or id(copy): own for own, copy in self._on_host.values()}
+        return [owners.get(memory(value) or id(value), value) for value in values]
 
 
 def _losses() -> Sequence[torch.Tensor]:
@@ -289,12 +291,6 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         made = tensor.detach().clone()
         memo[id(tensor)] = made.requires_grad_() if tensor.requires_grad else made
     return memo[id(tensor)]
-
-
-def _memory(value: torch.Tensor) -> Any:
-    if value.layout is not torch.strided or is_functorch_wrapped_tensor(value):
-        return id(value)  # there is no address
-    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def _refuse_foreign_parameter(value: Any) -> None:
@@ -567,6 +563,7 @@ def parameter_attributes_written(
         CaptureError: an attribute is new, and anything else.
     """
     new: list[Attribute] = []
+    before = [(found, found.table[found.slot]) for found in known]
     for found in known:
         setattr(found.owner, found.name, getattr(found.module, found.key))
     try:
@@ -587,3 +584,5 @@ def parameter_attributes_written(
     finally:
         for found in [a for module in model.modules() for a in attributes_of(module)]:
             delattr(found.owner, found.name)
+        for found, value in before:
+            found.table[found.slot] = value

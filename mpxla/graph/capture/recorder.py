@@ -1,7 +1,7 @@
 """What a step function that is captured asks for: backwards, and values that are to be shown."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ class BackwardRecorder:
         value_of: a copy of its value then; None of others.
         note_backward: called with the tensors when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
-        stand_ins: parameters by the ids of the tensors that stand for them.
-        trained: those of these tensors that require gradients.
+        stand_in: gives what stands for a parameter of the model, and others as they are.
+        trained: the tensors that stand for those that require gradients.
     """
 
     is_known: Callable[[torch.Tensor], bool]
@@ -40,7 +40,7 @@ class BackwardRecorder:
     value_of: Callable[[torch.Tensor], torch.Tensor | None]
     note_backward: Callable[[Sequence[torch.Tensor]], None]
     is_trial: bool = False
-    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    stand_in: Callable[[Any], Any] = lambda value: value
     trained: Sequence[torch.Tensor] = ()
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)

@@ -11,6 +11,7 @@ This module must not know about stages, ranks or devices other than the host.
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,7 @@ from mpxla.graph.capture.modes import (
     traceable,
 )
 from mpxla.graph.capture.modules import modules_noted
+from mpxla.graph.capture.own_parameters import Former, OwnParameters
 from mpxla.graph.capture.pieces import Joins
 from mpxla.graph.capture.recorder import BackwardRecorder, recording_to
 from mpxla.graph.capture.retained import backward_told
@@ -175,6 +177,7 @@ class _Asked:
     thawed: set[str]
     replicas: Sequence[int]
     floats: Floats
+    former: Former
     joins: Joins = field(default_factory=Joins)
 
 
@@ -207,32 +210,37 @@ class _StepModule(nn.Module):
         known = self._asked.known
         tape = None if known is None else Tape()
         answers = Answers(self._asked.answers, self._lines)
-        real = {id(parameter): name for name, parameter in self._real().items()}
-        flags = Flags(self.model, self._asked.thawed, real)
+        own = OwnParameters(self.model, self._real(), self._asked.former)
+        flags = Flags(self.model, self._asked.thawed, own)
         self.returned.thawed = flags.thawed
         asked = self._asked
         semantics = StepSemantics(
-            self._counts, flags, tape, answers, asked.replicas, asked.floats, asked.joins
+            self._counts, own, flags, tape, answers, asked.replicas, asked.floats, asked.joins
         )
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
-        stand_ins = {id(p): self._real()[name] for name, p in self.model.named_parameters()}
         trained = [p for p in self.model.parameters() if p.requires_grad]
         recorder = BackwardRecorder(
-            *(constants.is_known, constants.is_constant, constants.value_of),
+            own.given(constants.is_known),
+            own.given(constants.is_constant),
+            own.given(constants.value_of),
             *(contents.note_backward, is_trial),
-            *(stand_ins, trained),
+            *(own.stand_in, trained),
         )
         if known is not None:
             semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)
         with recording_to(recorder), contextlib.ExitStack() as stack:
             stack.callback(flags.release)
+            stack.callback(own.release)
             with (
                 semantics,
                 self._counts.answering(semantics.constants.truth_of),
                 masks_decided(semantics.constants),
                 own_backwards_captured(
-                    contents.read, flags.reentrant, semantics.replicas, constants.know_as
+                    own.given(contents.read),
+                    flags.reentrant,
+                    semantics.replicas,
+                    constants.know_as,
                 ),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
@@ -243,14 +251,17 @@ class _StepModule(nn.Module):
                 numbers_in_math(self._counts.number_of),
                 assigned_buffers_written(self.model),
                 carried_attributes_written(self.model),
-                parameter_attributes_written(
-                    self.model, self.attributes, semantics.writes.is_copy
-                ) as self.returned.new,
             ):
                 self._hook_parameters()
                 returned = None
-                with contextlib.suppress(Undecided):
-                    returned = self._asked.function(leaves)
+                with (
+                    contextlib.suppress(Undecided),
+                    own.shown(),
+                    parameter_attributes_written(
+                        self.model, self.attributes, semantics.writes.is_copy
+                    ) as self.returned.new,
+                ):
+                    returned = own.stand_ins(self._asked.function(leaves))
                 for leaf, known_leaf in zip(leaves, asked.leaves, strict=True):
                     if leaf.shape != known_leaf.shape:
                         raise CaptureError(
@@ -348,6 +359,7 @@ def capture_step(
     decided: set[str] | None = None,
     replicas: Sequence[int] = (),
     floats: Floats | None = None,
+    former: Former = MappingProxyType({}),
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -374,6 +386,7 @@ def capture_step(
             asked for; gets others, if masks choose no rows. None if it may not ask.
         replicas: ranks that hold the same tensors, this one among them, for collectives.
         floats: which modules call `float` of what has no value; gets others.
+        former: where parameters of the model were before they moved.
 
     Raises:
         AgainError: it trains more of those, gives parameters attributes that they are to have, or
@@ -388,7 +401,7 @@ def capture_step(
     floats = Floats() if floats is None else floats
     asked = _Asked(
         *(function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas),
-        floats,
+        *(floats, former),
     )
     while True:
         try:
@@ -532,6 +545,7 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
     if returned.num_objectives:
         refuse_gradient_hooks(model)
     assert returned.semantics is not None, "the function has run"
+    returned.semantics.own.check(constants.values())
     own_tensors, reads = returned.semantics.own_tensors, returned.semantics.constants.reads
     tensors_read, lines = [value for value, _ in reads.values()], [s for _, s in reads.values()]
     step = StepGraph(

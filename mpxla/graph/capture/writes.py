@@ -84,7 +84,7 @@ class HiddenWrites:
 
     def is_copy(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
         """Whether a tensor has the values that a parameter had when the step began."""
-        return self._copied.get(tensor) is parameter and tensor._version == 0
+        return self._copied.get(tensor) is self._flags.of(parameter) and tensor._version == 0
 
     def _note_outside(self, written: Any) -> None:
         """Notes the line that writes to a tensor which is there besides the step."""

@@ -462,30 +462,22 @@ def attributes_noted(
     log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents)
     kinds = {type(h.value) for h in held.values() if not isinstance(h.value, nn.Module)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(parameters_noted(_parameter_of, log))
+        stack.enter_context(parameters_noted(_is_own, log))
         for kind in (nn.Module, *kinds):
             stack.enter_context(_class_noted(kind, log))
         yield log
 
 
-def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+def _is_own(value: Any) -> bool:
+    """Whether this is a parameter of the model of the step function that is captured."""
     recorder = current_recorder()
-    return None if recorder is None else recorder.stand_ins.get(id(tensor))
+    return recorder is not None and recorder.stand_in(value) is not value
 
 
 def _are_parameters(tensors: Sequence[torch.Tensor], old: Sequence[Any]) -> bool:
-    """Whether all are parameters, in the place of nothing, or of the same ones.
-
-    Recurrent layers of torch list their weights anew when these are others, as in a capture.
-    """
-
-    def named(tensor: torch.Tensor) -> int | None:
-        known = _parameter_of(tensor)
-        return None if known is None else id(known)
-
-    new = [*map(named, tensors)]
-    held = [named(leaf) or id(leaf) for leaf in old if isinstance(leaf, torch.Tensor)]
-    return None not in new and (not held or held == new)
+    """Whether all are parameters, in the place of nothing, or of the same ones."""
+    held = [id(leaf) for leaf in old if isinstance(leaf, torch.Tensor)]
+    return all(map(_is_own, tensors)) and (not held or held == [*map(id, tensors)])
 
 
 def outside_values(found: Outside) -> list[Read]:

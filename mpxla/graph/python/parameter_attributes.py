@@ -1,8 +1,7 @@
 """What users have set on parameters, while a step is captured: `weight._no_decay = True`.
 
-A stand-in takes the place of each parameter then. What it does not have is looked up on the
-parameter itself, and noted like attributes of modules; what it is given goes there, too. Tensors
-among them are the business of `capture/tensor_places.py`.
+They are noted like attributes of modules. Tensors among them are the business of
+`capture/tensor_places.py`.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.held_objects import Held
@@ -59,39 +57,33 @@ def held_parameters(held: Iterable[Held]) -> dict[int, Held]:
     }
 
 
-def parameters_noted(
-    parameter_of: Callable[[torch.Tensor], torch.Tensor | None], log: Any
-) -> AbstractContextManager[None]:
-    """Notes what is read and written of parameters by their stand-ins.
+def parameters_noted(is_own: Callable[[Any], bool], log: Any) -> AbstractContextManager[None]:
+    """Notes what is read and written of parameters.
 
     Args:
-        parameter_of: the parameter that a tensor stands for, if it is a stand-in.
+        is_own: whether something is a parameter of the model that is captured.
         log: an `AttributeLog`.
     """
-    set_attribute: Any = FakeTensor.__setattr__
-    of_torch = frozenset(dir(FakeTensor))  # a capture sets tens of thousands
+    get_attribute, set_attribute = nn.Parameter.__getattribute__, nn.Parameter.__setattr__
+    of_torch = frozenset(dir(nn.Parameter))
 
-    def get(self: torch.Tensor, name: str) -> Any:  # which Python calls after it has found nothing
-        parameter = None if name.startswith("__") else parameter_of(self)
-        value = MISSING
-        if parameter is not None and is_called_by_user():
-            value = vars(parameter).get(name, MISSING)
+    def is_noted(parameter: Any, name: str) -> bool:
+        is_users = name not in of_torch and not name.startswith(("__", "_mpxla"))
+        return is_users and is_own(parameter)
+
+    def get(self: Any, name: str) -> Any:
+        if is_noted(self, name) and is_called_by_user():
+            value = vars(self).get(name, MISSING)
             if not _has_tensors(value):
-                log.note_read(vars(parameter), name, value)
-        if value is MISSING or _has_tensors(value):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return value
+                log.note_read(vars(self), name, value)
+        return get_attribute(self, name)
 
-    def set_noted(self: torch.Tensor, name: str, value: Any) -> None:
-        parameter = None if name in of_torch else parameter_of(self)
-        is_noted = parameter is not None and name not in vars(self) and not _has_tensors(value)
-        if not is_noted or not is_called_by_user():
-            set_attribute(self, name, value)
-            return
-        log.note_write(vars(parameter), name, value)
-        vars(parameter)[name] = value
+    def set_noted(self: Any, name: str, value: Any) -> None:
+        if is_noted(self, name) and not _has_tensors(value) and is_called_by_user():
+            log.note_write(vars(self), name, value)
+        set_attribute(self, name, value)
 
-    return exchanged(FakeTensor, __getattr__=get, __setattr__=set_noted)
+    return exchanged(nn.Parameter, __getattribute__=get, __setattr__=set_noted)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -1,0 +1,132 @@
+"""The parameters that users see while a step function is captured are their own.
+
+Fake tensors stand for them, as `torch.export` wants it, and every function of torch is given these
+in their place. Python's `is` and `in`, `id()`, keys of dictionaries and `type()` are not functions
+of torch: `if p in self.frozen` would be false in silence if modules showed the stand-ins.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._C import DisableTorchFunction
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from mpxla.errors import CaptureError
+from mpxla.graph.exchanged import exchanged
+
+__all__ = ["Former", "OwnParameters", "memory"]
+
+
+Former = Mapping[tuple[Any, ...], nn.Parameter]
+"""Parameters by their `memory` from before they moved, where something still has it."""
+
+
+def memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for tensors that read one memory alike; None where there is no address."""
+    if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
+        return None
+    try:
+        where = tensor.data_ptr()
+    except RuntimeError:  # a transformation of torch computes with it
+        return None
+    return (where, tensor.dtype, tensor.shape, tensor.stride()) if where else None
+
+
+class OwnParameters:
+    """Parameters of a model, and what stands for each.
+
+    Args:
+        model: has the stand-ins, now.
+        real: the model's own parameters, by name.
+        former: where they were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        real: Mapping[str, nn.Parameter],
+        former: Former,
+    ):
+        named = [*model.named_parameters()]
+        self._stand_ins = {id(real[name]): stand_in for name, stand_in in named}
+        self._own = {id(stand_in): real[name] for name, stand_in in named}
+        self._model = model
+        self._memory: dict[tuple[Any, ...] | None, nn.Parameter] = {**former}
+        self._memory |= {memory(parameter): parameter for parameter in real.values()}
+        self._memory.pop(None, None)
+        self.detached: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+
+    def stand_in(self, value: Any) -> Any:
+        """What stands for a parameter of the model; others as they are."""
+        return self._stand_ins.get(id(value), value)
+
+    def stand_ins(self, tree: Any) -> Any:
+        """Arguments with these in the place of parameters, and of views of all of one."""
+        return pytree.tree_map(self._seen, tree)
+
+    def _seen(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return self.stand_in(value)
+        with DisableTorchFunction():
+            parameter = self._memory.get(memory(value))
+        stand_in = self._stand_ins.get(id(parameter))
+        return value if stand_in is None else self.detached(stand_in)
+
+    def check(self, constants: Iterable[torch.Tensor]) -> None:
+        """Checks that no parameter has come into a step as a constant.
+
+        Raises:
+            CaptureError: one has.
+        """
+        for constant in constants:
+            parameter = self._memory.get(memory(constant))
+            if parameter is not None:
+                raise CaptureError(
+                    f"The step function gives a parameter of shape {list(parameter.shape)} to code "
+                    f"that a capture does not see (a function of C++, or under "
+                    f"torch._C.DisableTorchFunction), where it would stay as it is now. Give it "
+                    f"parameter.view_as(parameter)."
+                )
+
+    def given(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that gets these in the place of parameters."""
+        return lambda *args: function(*self.stand_ins(args))
+
+    @contextlib.contextmanager
+    def shown(self) -> Generator[None]:
+        """Lets modules have the parameters themselves for a while.
+
+        Those that `lend_parameters` keep what stands for them: the code that they lend them to is
+        no Python, and calls no function of torch that could be noticed.
+        """
+        modules = [m for m in self._model.modules() if not hasattr(m, "lend_parameters")]
+        tables: list[dict[str, Any]] = [m._parameters for m in modules]  # pyright: ignore[reportPrivateUsage]
+        # Without the gradients and the errors of those that are divided or elsewhere.
+        kinds = [(parameter, type(parameter)) for parameter in self._own.values()]
+        kinds = [(p, kind) for p, kind in kinds if kind.__module__.startswith("mpxla.")]
+        made: Any = nn.Parameter.__new__
+
+        def make(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return made(cls, self.stand_in(data), *args, **kwargs)
+
+        with exchanged(nn.Parameter, __new__=make):
+            for parameter, _ in kinds:
+                parameter.__class__ = nn.Parameter
+            for table in tables:
+                table.update({k: self._own.get(id(v), v) for k, v in table.items()})
+            try:
+                yield
+            finally:
+                for parameter, kind in kinds:
+                    parameter.__class__ = kind
+                for table in tables:
+                    table.update({k: self.stand_in(v) for k, v in table.items()})
+
+    def release(self) -> None:
+        """Lets go of tensors."""
+        self._stand_ins.clear()
+        self._own.clear()
