@@ -22,7 +22,7 @@ from mpxla.graph.capture.carried import CarriedTensor
 from mpxla.graph.capture.held_tensors import held_tensors
 from mpxla.graph.capture.hooks import refuse_gradient_hooks
 from mpxla.graph.capture.own_parameters import Former, memory
-from mpxla.graph.capture.tensor_places import HeldTensor, set_by_users
+from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, may_decide, set_by_users
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard
@@ -143,6 +143,23 @@ class ModelState:
         """Replaces a buffer in every module that holds it."""
         for place in self._places[name]:
             place.put(value)
+
+    def fix_masks(self) -> list[torch.Tensor]:
+        """Makes masks among the buffers constants that every rank has; returns these."""
+        has_all = all(map(self.holds, self.parameters))
+        masks: list[torch.Tensor] = []
+        for name, buffer in self.buffers.items():
+            if (
+                may_decide(buffer)
+                and not self.is_carried(name)
+                and (has_all or name not in self._placed)
+            ):
+                mask = buffer.cpu()
+                fix_mask(mask)
+                self.set_buffer(name, mask)
+                del self._places[name]
+                masks.append(mask)
+        return masks
 
     def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
         """Makes this rank one of the holders of a buffer."""

@@ -211,6 +211,10 @@ class ModelStates:
             if label not in lent:
                 self._states[label].parameters[own].requires_grad_(value)
 
+    def fix_masks(self) -> list[torch.Tensor]:
+        """Makes masks among the buffers constants that every rank has; returns these."""
+        return [mask for state in self._states.values() for mask in state.fix_masks()]
+
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
         for state, own in self._holders[name]:

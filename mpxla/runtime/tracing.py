@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from mpxla.errors import CaptureError
+from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture.carried import settle
 from mpxla.graph.capture.reads import ModuleRead, ValueRead
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import Known, capture_step, with_values_if_needed
+from mpxla.graph.capture.tensor_places import fix_mask, is_constant
 from mpxla.graph.python.answers import Guess
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import (
@@ -95,6 +96,18 @@ class Tracing:
         try:
             found = self._with_few_draws(signature, drawer)
         except UndecidedError as error:
+            masks = self.states.fix_masks()
+            while masks:  # but for those that the step writes to
+                try:
+                    return self.trace(signature, drawer and drawer.again(), may_ask)
+                except OutsideWriteError as outside:
+                    ids = set(map(id, outside.written))
+                    written = [mask for mask in masks if id(mask) in ids] or masks
+                except MpxlaError:
+                    written = masks
+                for mask in written:
+                    fix_mask(mask, decides=False)
+                masks = [mask for mask in masks if is_constant(mask)]
             if self.state.is_following:  # which may be why
                 self.state.stop_counting()
                 return self.trace(signature, drawer and drawer.again(), may_ask)
@@ -278,7 +291,8 @@ class Tracing:
                     restore(log, reads)
                     places = [*reads, *log.places()]
                     entries = [entry for read in places for entry in tensor_entries(read)]
-                    self.state.leave_written(error, [*places, *entries])
+                    if not any(map(is_constant, error.written)):
+                        self.state.leave_written(error, [*places, *entries])
                     raise
                 except BaseException:
                     restore(log, reads)

@@ -23,7 +23,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.tensor_places import HeldTensor
+from mpxla.graph.capture.tensor_places import HeldTensor, is_constant
 from mpxla.graph.python.plain import MISSING
 from mpxla.graph.user_code import AgainError
 
@@ -376,7 +376,7 @@ def carry_written(model: nn.Module, written: Sequence[torch.Tensor]) -> None:
     ids, found = set(map(id, written)), list[tuple[nn.Module, str, Form]]()
     for module in model.modules() if ids else ():
         for name, value in vars(module).items():
-            if not ids.isdisjoint(map(id, pytree.tree_leaves(value))):
+            if not is_constant(value) and not ids.isdisjoint(map(id, pytree.tree_leaves(value))):
                 form = form_of(value)
                 found += [] if form is None else [(module, name, form)]
     if found:

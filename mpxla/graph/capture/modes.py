@@ -45,8 +45,8 @@ from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.recurrent import Recurrences
 from mpxla.graph.capture.retained import BACKWARD, Retained
 from mpxla.graph.capture.selects import Selected
-from mpxla.graph.capture.sparse import has_sparse, is_sparse, run_sparse
-from mpxla.graph.capture.tensor_places import Attribute, attributes_of
+from mpxla.graph.capture.sparse import has_sparse, run_sparse
+from mpxla.graph.capture.tensor_places import Attribute, attributes_of, is_constant
 from mpxla.graph.capture.transformers import static_transformers
 from mpxla.graph.capture.writes import HiddenWrites, described
 from mpxla.graph.exchanged import exchanged, restored
@@ -426,7 +426,7 @@ def _fake_state(
 ) -> Generator[list[Attribute]]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
-    Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
+    Buffers that are constants are plain attributes meanwhile. Gives the attributes of
     parameters, which are buffers meanwhile, as carried attributes of modules are.
     """
     tables: list[dict[str, Any]] = [
@@ -455,13 +455,15 @@ def _fake_state(
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(*tables))
         for m in model.modules():
-            for name in [n for n, b in m._buffers.items() if is_sparse(b)]:  # pyright: ignore[reportPrivateUsage]
+            for name in [n for n, b in m._buffers.items() if is_constant(b)]:  # pyright: ignore[reportPrivateUsage]
                 vars(m)[name] = m._buffers.pop(name)  # pyright: ignore[reportPrivateUsage]
                 stack.callback(vars(m).pop, name)
         # Before their owners are others.
         values = [fake(found.get()) for found in attributes]
         for table in tables:
-            table.update({n: fake(tensor) for n, tensor in table.items() if not is_sparse(tensor)})
+            table.update(
+                {n: fake(tensor) for n, tensor in table.items() if not is_constant(tensor)}
+            )
         for found, value in zip(attributes, values, strict=True):
             found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
         for one in carried:

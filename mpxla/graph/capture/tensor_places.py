@@ -11,9 +11,41 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.graph.capture.sparse import is_sparse
 from mpxla.graph.user_code import AgainError
 
-__all__ = ["Attribute", "HeldTensor", "NewAttributesError", "attributes_of", "set_by_users"]
+__all__ = [
+    "Attribute",
+    "HeldTensor",
+    "NewAttributesError",
+    "attributes_of",
+    "fix_mask",
+    "is_constant",
+    "may_decide",
+    "set_by_users",
+]
+
+
+_DECIDES = "_mpxla_decides"
+
+
+def is_constant(buffer: Any) -> bool:
+    """Whether a buffer is read on the host, where it stays: a sparse one, or a mask that decides.
+
+    `x[:, self.mask]` has as many columns as the mask has ones: a capture has to know them.
+    """
+    is_fixed = isinstance(buffer, torch.Tensor) and vars(buffer).get(_DECIDES, False)
+    return is_fixed or is_sparse(buffer)
+
+
+def may_decide(buffer: torch.Tensor) -> bool:
+    """Whether it is a mask that nobody has tried as a constant."""
+    return buffer.dtype is torch.bool and buffer.numel() > 1 and _DECIDES not in vars(buffer)
+
+
+def fix_mask(mask: torch.Tensor, *, decides: bool = True) -> None:
+    """Makes a mask a constant, or a buffer again, for good."""
+    vars(mask)[_DECIDES] = decides
 
 
 @dataclass(frozen=True, eq=False)

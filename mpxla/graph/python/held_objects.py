@@ -62,7 +62,8 @@ class Held:
     def reader(self, key: str) -> Callable[[], Any]:
         """Gives an attribute in every call of a step, of thousands of them."""
         if isinstance(self.value, nn.Module):  # it stays: `model_watch.py` sees to that
-            return partial(self.table.get, key, MISSING)
+            buffers = self.table["_buffers"]  # with those that are constants while it is captured
+            return partial((buffers if key in buffers else self.table).get, key, MISSING)
         return partial(self.get, key)
 
     def put(self, key: str, value: Any) -> None:
