@@ -6,7 +6,7 @@ of torch: `if p in self.frozen` would be false in silence if modules showed the 
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._C import DisableTorchFunction
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._export import wrappers
 
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.stepgraph import InputKind, StepGraph
 
 __all__ = ["Former", "OwnParameters", "memory"]
 
@@ -76,14 +78,16 @@ class OwnParameters:
         stand_in = self._stand_ins.get(id(parameter))
         return value if stand_in is None else self.detached(stand_in)
 
-    def check(self, constants: Iterable[torch.Tensor]) -> None:
-        """Checks that no parameter has come into a step as a constant.
+    def check(self, step: StepGraph) -> None:
+        """Checks that a captured step uses no parameter as a constant.
 
         Raises:
             CaptureError: one has.
         """
-        for constant in constants:
-            parameter = self._memory.get(memory(constant))
+        used = [role for node, role in step.roles.items() if node.users]
+        constants = [role for role in used if role.kind is InputKind.CONSTANT]
+        for role in constants:
+            parameter = self._memory.get(memory(step.constants[role.name]))
             if parameter is not None:
                 raise CaptureError(
                     f"The step function gives a parameter of shape {list(parameter.shape)} to code "
@@ -109,11 +113,19 @@ class OwnParameters:
         kinds = [(parameter, type(parameter)) for parameter in self._own.values()]
         kinds = [(p, kind) for p, kind in kinds if kind.__module__.startswith("mpxla.")]
         made: Any = nn.Parameter.__new__
+        # Puts functions such as that of flex_attention's indices into the graph as they are called.
+        emit: Any = vars(wrappers)["_emit_flat_apply_call"]
 
         def make(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
             return made(cls, self.stand_in(data), *args, **kwargs)
 
-        with exchanged(nn.Parameter, __new__=make):
+        def emit_of_stand_ins(*, graphable_args: Any, **kwargs: Any) -> None:
+            emit(graphable_args=self.stand_ins(graphable_args), **kwargs)
+
+        with (
+            exchanged(nn.Parameter, __new__=make),
+            exchanged(wrappers, _emit_flat_apply_call=emit_of_stand_ins),
+        ):
             for parameter, _ in kinds:
                 parameter.__class__ = nn.Parameter
             for table in tables:

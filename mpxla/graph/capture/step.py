@@ -545,7 +545,6 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
     if returned.num_objectives:
         refuse_gradient_hooks(model)
     assert returned.semantics is not None, "the function has run"
-    returned.semantics.own.check(constants.values())
     own_tensors, reads = returned.semantics.own_tensors, returned.semantics.constants.reads
     tensors_read, lines = [value for value, _ in reads.values()], [s for _, s in reads.values()]
     step = StepGraph(
@@ -574,6 +573,7 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
         is_question=returned.is_question,
         flags={canonical_names[name]: flag for name, flag in returned.flags.items()},
     )
+    returned.semantics.own.check(step)
     return step
 
 
