@@ -18,7 +18,6 @@ import torch.utils._pytree as pytree
 
 from mpxla.compat.huggingface.batches import Batch
 from mpxla.compat.huggingface.metrics import Played, depends_on_others, in_place_of, shadow_of
-from mpxla.log import warn_once
 from mpxla.user_lines import at_script_line
 
 __all__ = ["check_loss", "joined", "note_outputs"]
@@ -61,22 +60,24 @@ def check_loss(trainer: Any, batch: Batch, num_items: Any) -> str | None:
     if kinds is None or _TRIED.get(trainer) in (True, are_several):
         return None
     _TRIED[trainer] = are_several
-    try:
-        losses = _losses(trainer, batch, kinds, num_items)
-    except Exception as error:  # of code of other libraries, with values that no model gave
-        text = f"its loss could not be tried on made-up outputs ({type(error).__name__}: {error})"
-        warn_once(
-            "compute_loss",
-            f"{type(trainer).__name__}: {text}. If it compares the rows of a batch with each "
-            f"other, train with --microbatches 1.",
+    name, losses, problem = type(trainer).__name__, [], ""
+    for dtype in (torch.float64, None):  # some losses want the type of the model or of labels
+        try:
+            losses = _losses(trainer, batch, kinds, num_items, dtype)
+            break
+        except Exception as error:  # of code of other libraries, with values that no model gave
+            problem = f"{type(error).__name__}: {error}"
+    else:
+        return (
+            f"{at_script_line()}: the loss of {name} could not be tried on made-up outputs of the "
+            f"model ({problem}): it may weight the rows of a batch, or compare them with each other"
         )
-        return None
     if any(math.isclose(found.real, found.of_parts, **_TOLERANCE) for found in losses):
         return None
     if not any(math.isclose(found.real, found.alone, **_TOLERANCE) for found in losses):
         numbers = f"it is {losses[0].real:.6g}, and {losses[0].alone:.6g} without"
         raise depends_on_others(trainer, f" (on made-up outputs of the model {numbers})")
-    name, (real, _, of_parts) = type(trainer).__name__, losses[0]
+    real, _, of_parts = losses[0]
     return (
         f"{at_script_line()}: the loss of {name} is not the mean of the losses of its "
         f"microbatches (on made-up outputs of the model, the batch has {real:.6g} and the "
@@ -93,11 +94,14 @@ class _Losses(NamedTuple):
     of_parts: float
 
 
-def _losses(trainer: Any, batch: Batch, kinds: list[Any], num_items: Any) -> list[_Losses]:
-    """Those of one batch, for each order that outputs may have."""
+def _losses(
+    trainer: Any, batch: Batch, kinds: list[Any], num_items: Any, dtype: torch.dtype | None
+) -> list[_Losses]:
+    """Those of one batch, for each order that outputs may have, in one dtype or in their own."""
     generator = torch.Generator().manual_seed(0)
     parts = [
-        pytree.tree_map(lambda k: _made_up(k, generator), kinds) for _ in range(batch.num_real)
+        pytree.tree_map(lambda k: _made_up(k, generator, dtype), kinds)
+        for _ in range(batch.num_real)
     ]
     num = batch.num_real
     shares = (batch.weights[:num] / batch.weights.sum()).tolist()
@@ -119,12 +123,12 @@ def _losses(trainer: Any, batch: Batch, kinds: list[Any], num_items: Any) -> lis
     return found
 
 
-def _made_up(kind: Any, generator: torch.Generator) -> Any:
+def _made_up(kind: Any, generator: torch.Generator, dtype: torch.dtype | None) -> Any:
     """Values that are probabilities, embeddings or scores as well."""
     if not isinstance(kind, _Kind):
         return kind
     if kind.dtype.is_floating_point:
-        return torch.rand(kind.shape, generator=generator, dtype=torch.float64)
+        return torch.rand(kind.shape, generator=generator, dtype=dtype or kind.dtype)
     return torch.randint(0, 2, kind.shape, generator=generator).to(kind.dtype)
 
 

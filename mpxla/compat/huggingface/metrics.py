@@ -53,7 +53,8 @@ class _StandIn:
         return type(model).__name__
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        model = self._model
+        return getattr(model if hasattr(model, name) else getattr(model, "module", model), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)  # which a loss may have replaced, as of a module
@@ -124,8 +125,8 @@ class Played(_StandIn):
         self._outputs = list(outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The next outputs, whatever the arguments."""
-        return self._outputs.pop(0)
+        """The next outputs, whatever the arguments, in containers that may be written to."""
+        return pytree.tree_map(lambda value: value, self._outputs.pop(0))
 
 
 class OutsideOfSteps:

@@ -100,6 +100,42 @@ def test_a_loss_that_compares_or_weights_the_rows_of_a_batch_is_noticed():
 
 
 @pytest.mark.unit
+def test_a_loss_may_write_into_the_outputs_of_the_model():
+    """As MatryoshkaLoss does, which shortens embeddings there."""
+
+    class Shortens(TrainerOfPairs):
+        def compute_loss(self, model, inputs, num_items_in_batch=None):
+            outputs = model(inputs["ids"])
+            total = 0.0
+            for width in (3, 2):
+                assert outputs["embedding"].shape[1] >= width
+                outputs["embedding"] = outputs["embedding"][:, :width]
+                total = total + self.loss(outputs["embedding"], inputs)
+            return total
+
+    def check_shortened(loss):
+        trainer, batch = Shortens(loss), cut_pairs(4, 2)
+        note_outputs(trainer, [{"embedding": torch.zeros(4, 3)}])
+        return check_loss(trainer, batch, None)
+
+    assert check_shortened(of_pairs) is None
+    assert "Shortens is not the mean of the losses" in check_shortened(contrastive)
+
+
+@pytest.mark.unit
+def test_a_loss_that_cannot_be_tried_has_whole_batches():
+    def in_float32(found, inputs):
+        return F.binary_cross_entropy(found[:, 0], (inputs["ids"] > 2).float())
+
+    def of_known_values(found, inputs):
+        raise ValueError("no model gives such values")
+
+    assert check(in_float32) is None, "it can, in the dtype of the model"
+    text = check(of_known_values)
+    assert "TrainerOfPairs could not be tried" in text and "no model gives such values" in text
+
+
+@pytest.mark.unit
 def test_a_batch_that_is_cut_between_its_pairs_is_noticed():
     trainer = TrainerOfPairs(of_pairs)
     inputs = {"ids": torch.arange(8), "margin": torch.zeros(())}
@@ -175,6 +211,19 @@ def test_losses_that_hold_the_model_call_the_stand_in():
         assert loss[1](torch.zeros(2)) == "decorated"
         assert wrapped.module is model
     assert loss[1] is model and len(recording.outputs) == 1
+
+
+@pytest.mark.unit
+def test_stand_ins_have_what_the_wrapped_model_has():
+    """A plain trainer has the model itself, and asks it for more than a wrapper has."""
+    model = Model()
+    model.width = lambda: 3
+    wrapped = DistributedModel.__new__(DistributedModel)
+    torch.nn.Module.__init__(wrapped)
+    torch.nn.Module.__setattr__(wrapped, "module", model)
+    recording = Recording(wrapped, SimpleNamespace(bf16=False, fp16=False))
+    assert recording.width() == 3 and recording.training
+    assert not hasattr(recording, "height")
 
 
 @pytest.mark.unit
