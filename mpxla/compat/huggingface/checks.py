@@ -17,7 +17,13 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.compat.huggingface.batches import Batch
-from mpxla.compat.huggingface.metrics import Played, depends_on_others, in_place_of, shadow_of
+from mpxla.compat.huggingface.metrics import (
+    Played,
+    depends_on_others,
+    in_place_of,
+    loss_of,
+    shadow_of,
+)
 from mpxla.user_lines import at_script_line
 
 __all__ = ["check_loss", "joined", "note_outputs"]
@@ -143,7 +149,7 @@ def _play(
     shadow.accelerator = accelerator or silent
     played = Played(trainer.model, outputs)
     with torch.no_grad(), in_place_of(trainer.model, played, trainer):
-        loss = shadow.compute_loss(played, inputs, num_items_in_batch=num_items)
+        loss = loss_of(played, shadow.compute_loss, inputs, num_items)
     return float(loss.mean())
 
 

@@ -8,7 +8,7 @@ collective calls give nothing. If there was one, the outputs of the model leave 
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,17 +22,23 @@ from mpxla.parallel.model import DistributedModel
 from mpxla.user_lines import at_script_line
 
 __all__ = [
+    "TOKENS",
     "OutsideOfSteps",
     "Played",
     "Recording",
     "computed",
     "depends_on_others",
     "in_place_of",
+    "loss_of",
     "shadow_of",
 ]
 
 _DEPTH = 3
 _GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+
+
+TOKENS = "tokens of mpxla"
+"""The name among inputs of what `model.preprocess` gives, call after call; see `texts`."""
 
 
 class _StandIn:
@@ -63,6 +69,17 @@ class _StandIn:
         raise NotImplementedError
 
 
+def loss_of(
+    stand_in: _StandIn, compute_loss: Any, inputs: Mapping[str, Any], num_items: Any, **options: Any
+) -> Any:
+    """What a `compute_loss` gives with a stand-in, which has the tokens that are in the inputs."""
+    inputs = dict(inputs)
+    if (tokens := inputs.pop(TOKENS, None)) is not None:
+        given = iter(tokens)
+        vars(stand_in)["preprocess"] = lambda *args, **kwargs: dict(next(given))
+    return compute_loss(stand_in, inputs, num_items_in_batch=num_items, **options)
+
+
 class Recording(_StandIn):
     """Stands for the model in a captured `compute_loss`, and keeps its outputs.
 
@@ -89,7 +106,13 @@ class Recording(_StandIn):
         return found
 
 
-def computed(trainer: Any, recording: Recording, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+def computed(
+    trainer: Any,
+    recording: Recording,
+    inputs: Mapping[str, Any],
+    num_items: Any = None,
+    **options: Any,
+) -> tuple[Any, bool]:
     """What `compute_loss` gives in a captured step, and whether it takes metrics.
 
     Raises:
@@ -98,7 +121,7 @@ def computed(trainer: Any, recording: Recording, *args: Any, **kwargs: Any) -> t
     shadow, accelerator = shadow_of(trainer)
     try:
         with in_place_of(trainer.model, recording, trainer):
-            found = shadow.compute_loss(recording, *args, **kwargs)
+            found = loss_of(recording, shadow.compute_loss, inputs, num_items, **options)
         if isinstance(found[0] if isinstance(found, tuple) else found, _Nothing):
             raise TypeError(_Nothing.__name__)
     except TypeError as error:

@@ -23,7 +23,7 @@ def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
     recording = Recording(model, trainer.args)
     num_items = batch["num_items"] if has_count else None
     inputs = batch["inputs"]
-    loss, has_metrics = computed(trainer, recording, inputs, num_items_in_batch=num_items)
+    loss, has_metrics = computed(trainer, recording, inputs, num_items)
     note_outputs(trainer, recording.outputs)
     loss = loss * batch["weight"]
     scaler = trainer.accelerator.scaler  # with fp16
@@ -54,7 +54,7 @@ def evaluate(
         trainer,
         recording,
         batch["inputs"],
-        num_items_in_batch=num_items,
+        num_items,
         **({} if ignored is None else {"return_outputs": True}),
     )
     note_outputs(trainer, recording.outputs)

@@ -21,8 +21,9 @@ from mpxla.compat.devices import device_backend
 from mpxla.compat.huggingface import steps
 from mpxla.compat.huggingface.batches import Batch, cut_batch, num_rows_of
 from mpxla.compat.huggingface.checks import check_loss, joined
-from mpxla.compat.huggingface.metrics import OutsideOfSteps, Played, in_place_of
+from mpxla.compat.huggingface.metrics import OutsideOfSteps, Played, in_place_of, loss_of
 from mpxla.compat.huggingface.saving import load_from_checkpoint
+from mpxla.compat.huggingface.texts import with_tokens
 from mpxla.compat.patching import Patches
 from mpxla.log import get_logger
 from mpxla.parallel.gradients.grad_scaler import GradScaler
@@ -143,6 +144,9 @@ def _run(
     is_training: bool,
 ) -> tuple[Batch, Any]:
     """A batch as it is cut, and what a step gives for it."""
+    inputs, is_whole = with_tokens(trainer, inputs)
+    if is_whole:
+        _WHOLE[trainer] = True
     batch = _cut(trainer, inputs, num_items, is_training=is_training)
     found = step(batch)
     if _becomes_whole(trainer, batch, num_items):
@@ -301,7 +305,7 @@ def _take_metrics(trainer: Any, recorded: list[Any], batch: Batch, num_items: An
         return
     played = Played(trainer.model, [_joined(outputs, batch) for outputs in recorded])
     with torch.no_grad(), in_place_of(trainer.model, played, trainer):
-        _own_compute_loss(trainer)(played, dict(batch.inputs), num_items_in_batch=num_items)
+        loss_of(played, _own_compute_loss(trainer), batch.inputs, num_items)
 
 
 def _joined(outputs: Any, batch: Batch) -> Any:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch.nn import functional as F
 
 from mpxla.compat import CompatError
@@ -17,6 +18,7 @@ from mpxla.compat.huggingface.metrics import (
     in_place_of,
     shadow_of,
 )
+from mpxla.compat.huggingface.texts import with_tokens
 from mpxla.parallel.model import DistributedModel
 from mpxla.tests.compat.test_huggingface import (
     assert_equal_runs,
@@ -238,6 +240,70 @@ def test_shadows_and_the_end_of_an_evaluation_have_the_own_compute_loss():
     assert trainer.compute_loss == own and "compute_loss" not in vars(trainer)
 
 
+class Reranker(torch.nn.Module):
+    """A model that makes tokens of texts by itself."""
+
+    num_labels = 1
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def preprocess(self, pairs):
+        return {"ids": torch.tensor([[len(text) for text in pair] for pair in pairs])}
+
+    def forward(self, tokens):
+        return {"scores": tokens["ids"].sum(1) * self.weight}
+
+
+class TrainerOfTexts(TrainerOfPairs):
+    """As `CrossEncoderTrainer`: batches of texts, of which the loss makes pairs."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.model = Reranker()
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None):
+        labels, first, second = inputs.pop("label"), inputs["a"], inputs["b"]
+        pairs = list(zip(first, second, strict=True))
+        if isinstance(second[0], list):
+            pairs = [(one, other) for one, each in pairs for other in each]
+        size = len(first)  # of each call
+        scores = [
+            model(model.preprocess(pairs[i : i + size]))["scores"]
+            for i in range(0, len(pairs), size)
+        ]
+        return (torch.cat(scores) - labels.repeat(len(scores))).square().mean()
+
+
+def loss_of_steps(trainer, inputs):
+    """The loss that the step functions add up, and the parts that count."""
+    taken, is_whole = with_tokens(trainer, inputs)
+    assert not any(isinstance(leaf, str) and leaf for leaf in pytree.tree_leaves(taken))
+    batch = cut_batch(taken, 2, is_shifted=False, is_training=True, is_whole=is_whole)
+    total = 0.0
+    for i in range(2):
+        part = batch.smp_slice(2, i, 0)
+        recording = Recording(trainer.model, SimpleNamespace(bf16=False, fp16=False))
+        total += part["weight"].item() * computed(trainer, recording, part["inputs"])[0].item()
+        note_outputs(trainer, recording.outputs)
+    assert check_loss(trainer, batch, None) is None
+    return total, batch.num_real
+
+
+@pytest.mark.unit
+def test_texts_of_a_batch_are_tokens_before_its_step():
+    texts = ["a", "bb", "ccc", "dddd"]
+    trainer = TrainerOfTexts()
+    pairs = {"a": texts, "b": ["x", "yyyy", "", "zz"], "label": torch.ones(4)}
+    lists = {"a": texts[:2], "b": [["x", "yyyy"], ["", "zz"]], "label": torch.ones(2)}
+    for inputs, num_parts in ((pairs, 2), (lists, 1)):
+        plain = trainer.compute_loss(trainer.model, dict(inputs))
+        found = loss_of_steps(trainer, inputs)
+        assert found == (pytest.approx(plain.item()), num_parts)
+    assert with_tokens(TrainerOfPairs(of_pairs), pairs) == (pairs, False)
+
+
 # --- whole scripts ------------------------------------------------------------------------------
 
 BATCHES = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "4"]
@@ -300,9 +366,17 @@ def test_trl_trains_on_preferences(reward, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "loss", ["CosineSimilarityLoss", "TripletLoss", "MultipleNegativesRankingLoss"]
+    ("script", "loss"),
+    [
+        ("embeddings", "CosineSimilarityLoss"),
+        ("embeddings", "TripletLoss"),
+        ("embeddings", "MultipleNegativesRankingLoss"),
+        ("embeddings", "MatryoshkaLoss"),
+        ("reranking", "BinaryCrossEntropyLoss"),
+        ("reranking", "ListNetLoss"),
+    ],
 )
-def test_sentence_transformers(loss, tmp_path):
+def test_sentence_transformers(script, loss, tmp_path):
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     # The gradient of TripletLoss for a common shift of all embeddings is 0 but for rounding.
     arguments = [
@@ -314,4 +388,4 @@ def test_sentence_transformers(loss, tmp_path):
         "--pretrained",
         str(tmp_path / "pretrained"),
     ]
-    compare("embeddings", arguments, tmp_path)
+    compare(script, arguments, tmp_path)

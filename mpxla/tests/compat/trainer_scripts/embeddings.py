@@ -64,12 +64,17 @@ def main():
     set_seed(args.seed)
     modules = [models.Transformer(chosen.pretrained), models.Pooling(16, "mean")]
     model = SentenceTransformer(modules=modules, device="cpu")
+    loss = losses.MultipleNegativesRankingLoss(model)
+    if chosen.loss == "MatryoshkaLoss":
+        loss = losses.MatryoshkaLoss(model, loss, [16, 8])
+    else:
+        loss = getattr(losses, chosen.loss)(model)
     trainer = SentenceTransformerTrainer(
         model=model,
         args=args,
         train_dataset=rows(32, 1, chosen.loss),
         eval_dataset=rows(8, 2, chosen.loss),
-        loss=getattr(losses, chosen.loss)(model),
+        loss=loss,
     )
     trainer.train()
     trainer.save_model()
