@@ -77,6 +77,8 @@ def import_tensor(tensor: torch.Tensor, device: Device) -> jax.Array:
     tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    if 1 in tensor.shape:  # whose strides jax takes for a layout that no program was compiled for
+        tensor = tensor.view(-1).view(tensor.shape)
     is_foreign = tensor.device.type not in ("cpu", "cuda")  # a lazy tensor of torch_xla's
     if is_foreign or not tensor.numel() or tensor.dtype in _WITHOUT_DLPACK:
         return jax.device_put(_as_numpy(tensor.cpu()), device)

@@ -77,6 +77,15 @@ def test_what_is_put_has_memory_of_its_own(backend):
     assert backend.put([there])[0] is there
 
 
+def test_strides_of_single_rows_and_columns_are_no_layout(backend):
+    """What `torch.nonzero` gives has such ones: it is the transpose of what was written."""
+    column = torch.ones(1, 1024).t()
+    assert column.is_contiguous() and column.stride() == (1, 1024)
+    program = compile_function(backend, "test", lambda x: [x + 1], [TensorSpec.of(column)])
+    (found,) = program(backend.adopt([column]), None)
+    assert backend.view(found).eq(2).all()
+
+
 def test_what_nobody_else_has_is_put_without_a_copy(backend):
     tensor = torch.zeros(1024)
     (there,) = backend.put([tensor], owned=True)
