@@ -33,7 +33,7 @@ class _Scoring(Played):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         num_labels = self._model.num_labels
-        return {"scores": torch.zeros(len(self.asked[-1]), num_labels).squeeze(-1)}
+        return {"scores": torch.zeros(len(self.asked[-1]), num_labels)}
 
 
 def with_tokens(trainer: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
