@@ -79,15 +79,16 @@ class OwnParameters:
         return value if stand_in is None else self.detached(stand_in)
 
     def check(self, step: StepGraph) -> None:
-        """Checks that a captured step uses no parameter as a constant.
+        """Checks, at the end, that a captured step uses no parameter as a constant.
 
         Raises:
-            CaptureError: one has.
+            CaptureError: it does.
         """
+        known, self._memory = self._memory, {}
         used = [role for node, role in step.roles.items() if node.users]
         constants = [role for role in used if role.kind is InputKind.CONSTANT]
         for role in constants:
-            parameter = self._memory.get(memory(step.constants[role.name]))
+            parameter = known.get(memory(step.constants[role.name]))
             if parameter is not None:
                 raise CaptureError(
                     f"The step function gives a parameter of shape {list(parameter.shape)} to code "
@@ -142,3 +143,4 @@ class OwnParameters:
         """Lets go of tensors."""
         self._stand_ins.clear()
         self._own.clear()
+        self.detached = torch.Tensor.detach
