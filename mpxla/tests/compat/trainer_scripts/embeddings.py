@@ -46,9 +46,13 @@ def make_pretrained(folder):
     BertModel(config).save_pretrained(folder)
 
 
+def texts(count, seed):
+    return [" ".join(f"w{i}" for i in ids) for ids in sentences(count, seed)]
+
+
 def rows(count, seed, loss):
     columns = {
-        name: [" ".join(f"w{i}" for i in ids) for ids in sentences(count, seed + 10 * k)]
+        name: texts(count, seed + 10 * k)
         for k, name in enumerate("abc" if loss == "TripletLoss" else "ab")
     }
     if loss in ("CosineSimilarityLoss", "CoSENTLoss"):
@@ -64,9 +68,9 @@ def main():
     set_seed(args.seed)
     modules = [models.Transformer(chosen.pretrained), models.Pooling(16, "mean")]
     model = SentenceTransformer(modules=modules, device="cpu")
-    loss = losses.MultipleNegativesRankingLoss(model)
     if chosen.loss == "MatryoshkaLoss":
-        loss = losses.MatryoshkaLoss(model, loss, [16, 8])
+        inner = losses.MultipleNegativesRankingLoss(model)
+        loss = losses.MatryoshkaLoss(model, inner, [16, 8])
     else:
         loss = getattr(losses, chosen.loss)(model)
     trainer = SentenceTransformerTrainer(

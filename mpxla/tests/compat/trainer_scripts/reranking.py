@@ -13,18 +13,13 @@ from sentence_transformers.cross_encoder import (
 )
 from transformers import HfArgumentParser, set_seed
 
-from embeddings import make_pretrained
-from made_up_data import sentences
+from embeddings import make_pretrained, texts
 
 
 @dataclass
 class Chosen:
     loss: str = "BinaryCrossEntropyLoss"
     pretrained: str = ""
-
-
-def texts(count, seed):
-    return [" ".join(f"w{i}" for i in ids) for ids in sentences(count, seed)]
 
 
 def rows(count, seed, loss):
