@@ -19,6 +19,7 @@ the first two f and g), each with the derivative that a loss equal on all member
     positions
     own        equal    own positions              all positions
     positions
+    own part   equal    the own part               parts one after the other
 
 In the step they are operators of mpxla, which export sees as one node. `lowered` gives what runs in
 their place where a stage is traced: PyTorch's functional collectives (`_c10d_functional`), which
@@ -41,8 +42,10 @@ __all__ = [
     "EMBEDDING",
     "GATHER",
     "JOIN_POSITIONS",
+    "OWN_PART",
     "OWN_POSITIONS",
     "REPLICA_GROUP",
+    "SHARDS",
     "SUM",
     "SUM_OF_POSITIONS",
     "TENSOR_GROUP",
@@ -54,6 +57,7 @@ __all__ = [
     "join_replicas",
     "look_up",
     "lowered",
+    "own_part",
     "resized",
     "sum_over",
     "vary",
@@ -63,6 +67,9 @@ REPLICA_GROUP = "replicas"
 """Name of the group of ranks that hold the same tensors, each with data of its own."""
 TENSOR_GROUP = "tensor"
 """Name of the group of ranks that share the tensors of one partition."""
+
+SHARDS = "_mpxla_shards"
+"""Attribute of a split layer: names of its split parameters, and which part it has of each."""
 
 _collective = torch.ops._c10d_functional
 _library = torch.library.Library("mpxla_tensor", "DEF")
@@ -116,6 +123,14 @@ def _own(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> to
     return value.narrow(dim, index * length, length).clone()
 
 
+def _by_member(value: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
+    """A value whose pieces along a dim come in another order: first by the inner of two counts."""
+    if outer == 1 or inner == 1:
+        return value
+    pieces = value.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1)
+    return pieces.flatten(dim, dim + 2)
+
+
 def _with_derivative(
     function: Callable[..., torch.Tensor], derivative: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
@@ -156,7 +171,7 @@ def _gathered(value: torch.Tensor, dim: int, size: int, index: int, group: str) 
     return resized(value, dim, value.shape[dim] * size)
 
 
-def _scattered(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
+def _scattered(value: torch.Tensor, dim: int, size: int, *_: Any) -> torch.Tensor:
     return resized(value, dim, value.shape[dim] // size)
 
 
@@ -243,6 +258,18 @@ JOIN_POSITIONS = _define(
     f"join_positions{_ALONG}", _gathered, _with_derivative(_all_gather, _reduce_scatter)
 )
 OWN_POSITIONS = _define(f"own_positions{_ALONG}", _scattered, _with_derivative(_own, _all_gather))
+OWN_PART = _define(
+    "own_part(Tensor value, int dim, int size, int index, int blocks, str group) -> Tensor",
+    _scattered,
+    _with_derivative(
+        lambda value, dim, size, index, blocks, group: _own(
+            _by_member(value, dim, blocks, size), dim, size, index, group
+        ),
+        lambda part, dim, size, index, blocks, group: _by_member(
+            _all_gather(part, dim, size, index, group), dim, size, blocks
+        ),
+    ),
+)
 EMBEDDING = _define(
     "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",
     lambda rows, words, *_: rows.new_empty((*words.shape, rows.shape[1])),
@@ -279,9 +306,20 @@ def sum_over(value: torch.Tensor) -> torch.Tensor:
     return SUM(value, TENSOR_GROUP)
 
 
-def gather_parts(value: torch.Tensor, dim: int, size: int, index: int) -> torch.Tensor:
-    """Parts of all `size` members one after the other along a dim, equal on all members."""
-    return GATHER(value, dim % value.dim(), size, index, TENSOR_GROUP)
+def gather_parts(
+    value: torch.Tensor, dim: int, size: int, index: int, blocks: int = 1
+) -> torch.Tensor:
+    """Parts of all `size` members one after the other along a dim, equal on all members.
+
+    With more `blocks` along the dim, each of which is divided: block after block.
+    """
+    dim %= value.dim()
+    return _by_member(GATHER(value, dim, size, index, TENSOR_GROUP), dim, size, blocks)
+
+
+def own_part(value: torch.Tensor, dim: int, size: int, index: int, blocks: int = 1) -> torch.Tensor:
+    """This member's part of a value that is equal on all `size` members; see `gather_parts`."""
+    return OWN_PART(value, dim, size, index, blocks, TENSOR_GROUP)
 
 
 def join_replicas(value: torch.Tensor, size: int) -> torch.Tensor:

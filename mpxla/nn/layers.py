@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mpxla.graph.collectives import gather_parts, look_up, sum_over
+from mpxla.graph.collectives import SHARDS, gather_parts, look_up, sum_over
 from mpxla.nn.shards import Shard
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "split",
 ]
 
-_SHARDS = "_mpxla_shards"
 _BEFORE = "_mpxla_before_split"
 
 
@@ -121,7 +120,7 @@ def can_split(module: nn.Module, style: Style, size: int, blocks: int = 1) -> st
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
     """Names of a layer's own split parameters, with the part that it has."""
-    return dict(vars(module).get(_SHARDS, {}))
+    return dict(vars(module).get(SHARDS, {}))
 
 
 def find_shards(module: nn.Module, ids: dict[int, str]) -> dict[str, Shard]:
@@ -151,7 +150,7 @@ def split(
             known[id(parameter)] = Shard(tuple(parameter.shape), dim, index, size, own)
             parameter.data = known[id(parameter)].take(parameter.data)
         shards[name] = known[id(parameter)]
-    setattr(module, _SHARDS, shards)
+    setattr(module, SHARDS, shards)
     if style is Style.ITSELF:
         return
     _before(module)["__class__"] = type(module)
@@ -175,7 +174,7 @@ def make_whole(model: nn.Module) -> None:
     for module in model.modules():
         for name, value in vars(module).pop(_BEFORE, {}).items():
             setattr(module, name, value)
-        vars(module).pop(_SHARDS, None)
+        vars(module).pop(SHARDS, None)
 
 
 def _tell_sizes(module: Any, style: Style, size: int) -> None:

@@ -107,6 +107,51 @@ def test_copies_averages_and_whole_modules(tmp_path):
             )
 
 
+def penalized(model, ids):
+    """A head that reads the table of the embedding, and penalties on all parameters."""
+    net = getattr(model, "module", model)
+    loss = loss_of(model, ids) + sum(p.abs().sum() / p.numel() for p in model.parameters())
+    return loss + 0.1 * torch.nn.functional.linear(net.words(ids[:, 0]), net.words.weight).var()
+
+
+def train_penalized(stages):
+    smp.init({**TP, "pipeline_parallel_degree": stages})
+    module = raw()
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+
+    @smp.step
+    def step(model, ids):
+        loss = penalized(model, ids)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        losses.append(step(model, batch(number)).reduce_mean().item())
+        optimizer.step()
+    return losses, model.state_dict(), sorted(model.shards_of_tensors)
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_parameters_outside_of_their_layers(stages):
+    model = raw()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    expected = []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        halves = [penalized(model, ids) / 2 for ids in batch(number).chunk(2)]
+        sum(halves).backward()
+        expected.append(sum(halves).item())
+        optimizer.step()
+    for losses, state, split in run_ranks(train_penalized, 2 * stages, stages):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert "words.weight" in split and "first.weight" in split
+        assert_close_by_norm(state, model.state_dict(), 1e-5)
+
+
 def train_unevenly(counts):
     smp.init(TP)
     module = raw()

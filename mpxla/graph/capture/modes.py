@@ -48,6 +48,7 @@ from mpxla.graph.capture.selects import Selected
 from mpxla.graph.capture.sparse import has_sparse, run_sparse
 from mpxla.graph.capture.tensor_places import Attribute, attributes_of, is_constant
 from mpxla.graph.capture.transformers import static_transformers
+from mpxla.graph.capture.whole_parameters import WholeParameters
 from mpxla.graph.capture.writes import HiddenWrites, described
 from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor
@@ -88,6 +89,7 @@ class StepSemantics(TorchFunctionMode):
         self,
         counts: Counts,
         own: OwnParameters,
+        wholes: WholeParameters,
         flags: Flags,
         tape: Tape | None = None,
         answers: Answers | None = None,
@@ -98,9 +100,10 @@ class StepSemantics(TorchFunctionMode):
         super().__init__()
         self.replicas = Replicas(replicas)
         self.own, self._counts, self._flags = own, counts, flags
+        self._wholes = wholes
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape, answers, floats)
-        self.writes = HiddenWrites(self.constants.call, flags)
+        self.writes = HiddenWrites(self.constants.call, flags, wholes.check_write)
         own.detached = self.writes.contents.detached
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value, counts)
@@ -115,6 +118,7 @@ class StepSemantics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self.own.stand_ins((tuple(args), kwargs or {}))
+        args, kwargs = self._wholes.given(self.writes.call, func, args, kwargs)
         if (later := made_later(func, args)) is not None:
             return later
         if func in _AUTOGRAD and self.of_function == (True, False):

@@ -10,7 +10,9 @@ from mpxla.graph.exchanged import exchanged
 __all__ = ["modules_noted"]
 
 
-def modules_noted(model: nn.Module, found: list[nn.Module]) -> AbstractContextManager[None]:
+def modules_noted(
+    model: nn.Module, found: list[nn.Module], running: list[nn.Module]
+) -> AbstractContextManager[None]:
     """Collects modules that run, or whose tensors and parts are read.
 
     Export exchanges the same methods when it begins, so it has to have begun.
@@ -18,6 +20,7 @@ def modules_noted(model: nn.Module, found: list[nn.Module]) -> AbstractContextMa
     Args:
         model: whose modules do not count.
         found: where to.
+        running: has those that run, the innermost last.
     """
     call, get = nn.Module.__call__, nn.Module.__getattr__
     # Export calls modules of the model through proxies, which share their tables.
@@ -30,7 +33,11 @@ def modules_noted(model: nn.Module, found: list[nn.Module]) -> AbstractContextMa
 
     def noted_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         note(self)
-        return call(self, *args, **kwargs)
+        running.append(self)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            running.pop()
 
     def noted_get(self: nn.Module, name: str) -> Any:
         note(self)

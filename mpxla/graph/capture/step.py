@@ -11,6 +11,7 @@ This module must not know about stages, ranks or devices other than the host.
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ from mpxla.graph.capture.retained import backward_told
 from mpxla.graph.capture.sparse import refuse_sparse
 from mpxla.graph.capture.tensor_places import Attribute, NewAttributesError
 from mpxla.graph.capture.transforms import transforms_captured
+from mpxla.graph.capture.whole_parameters import WholeParameters
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.chosen.none import needs_no_rows, without_checks
 from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
@@ -211,11 +213,13 @@ class _StepModule(nn.Module):
         tape = None if known is None else Tape()
         answers = Answers(self._asked.answers, self._lines)
         own = OwnParameters(self.model, self._real(), self._asked.former)
+        wholes = WholeParameters(self.model)
         flags = Flags(self.model, self._asked.thawed, own)
         self.returned.thawed = flags.thawed
         asked = self._asked
         semantics = StepSemantics(
-            self._counts, own, flags, tape, answers, asked.replicas, asked.floats, asked.joins
+            *(self._counts, own, wholes, flags, tape, answers),
+            *(asked.replicas, asked.floats, asked.joins),
         )
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
@@ -232,6 +236,7 @@ class _StepModule(nn.Module):
         with recording_to(recorder), contextlib.ExitStack() as stack:
             stack.callback(flags.release)
             stack.callback(own.release)
+            stack.callback(wholes.release)
             with (
                 semantics,
                 self._counts.answering(semantics.constants.truth_of),
@@ -243,7 +248,7 @@ class _StepModule(nn.Module):
                     constants.know_as,
                 ),
                 checkpoints_noted(),
-                modules_noted(self, self.returned.modules),
+                modules_noted(self, self.returned.modules, wholes.running),
                 module_hooks_captured(),
                 optimizers_refused(),
                 backward_told(),
@@ -406,7 +411,7 @@ def capture_step(
     while True:
         try:
             step, raises_at, decided_at = without_exception(
-                lambda counts: _captured(asked, counts), decided or ()
+                partial(_captured, asked), decided or ()
             )
             break
         except Exception:

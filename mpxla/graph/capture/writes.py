@@ -19,12 +19,18 @@ from mpxla.graph.capture.contents import Contents
 from mpxla.graph.capture.flags import Flags
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["HiddenWrites", "described"]
+__all__ = ["HiddenWrites", "described", "is_write"]
 
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 _NO_WRITES = frozenset(["requires_grad_", "detach_", "rename_", "share_memory_"])
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # pyright: ignore
+
+
+def is_write(name: str) -> bool:
+    """Whether a function of torch with this name writes to its first argument."""
+    is_named_so = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    return is_named_so and name not in _NO_WRITES
 
 
 class HiddenWrites:
@@ -33,6 +39,7 @@ class HiddenWrites:
     Args:
         call: calls a function of torch with arguments and keyword arguments.
         flags: of the model's parameters.
+        check: raises for tensors whose memory must not be written to.
 
     Attributes:
         contents: of tensors that hold something else now.
@@ -40,8 +47,10 @@ class HiddenWrites:
             user's lines and the values before, in order.
     """
 
-    def __init__(self, call: Callable[..., Any], flags: Flags):
-        self._call, self._flags = call, flags
+    def __init__(
+        self, call: Callable[..., Any], flags: Flags, check: Callable[[torch.Tensor], None]
+    ):
+        self._call, self._flags, self._check = call, flags, check
         self.contents = Contents(call, flags)
         self.outside: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._copied: Any = WeakTensorKeyDictionary()
@@ -67,8 +76,7 @@ class HiddenWrites:
         if name == "detach_" and args[0].requires_grad and not args[0].is_leaf:
             with torch.enable_grad():  # what is written has no gradient
                 self._call(torch.Tensor.copy_, (args[0], args[0].detach()), {})
-        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if is_write and name not in _NO_WRITES and args and isinstance(args[0], torch.Tensor):
+        if is_write(name) and args and isinstance(args[0], torch.Tensor):
             self._note_outside(args[0])
             return self._write(func, args, kwargs)
         if name == "batch_norm":
@@ -102,6 +110,7 @@ class HiddenWrites:
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, owner = args[0], self._owner(args[0])
+        self._check(owner)
         rest, kwargs = self.contents.read((args[1:], kwargs), func)
         # A frozen parameter may be written to like any tensor without a gradient.
         is_seen = torch.is_grad_enabled() and (written.requires_grad or owner is written)

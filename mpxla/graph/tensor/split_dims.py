@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
-from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, VARY
+from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, OWN_PART, SUM, VARY
 from mpxla.graph.operand_dims import (
     MOVING,
     PIECES,
@@ -38,7 +38,7 @@ from mpxla.graph.operand_dims import (
 from mpxla.graph.stepgraph import VIEWS, InputKind, StepGraph, describe
 from mpxla.graph.tensor.partial_sums import CURVED_ALONG_DIMS, PartialSums
 from mpxla.graph.tensor.positions import dims_with_positions, is_uniform
-from mpxla.graph.typed import input_of, named_arguments, target_of
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["check_split_dims"]
 
@@ -109,6 +109,11 @@ class _Walk:
         """
         target = target_of(node)
         if target in (CROSS_ENTROPY, GATHER, SUM):
+            return
+        if target is OWN_PART:
+            value, dim, *_, blocks, _ = arguments_of(node)
+            self.known[node] = _Along(dim - value.meta["val"].dim(), blocks)
+            self.varying.add(node)
             return
         is_equal = is_uniform(node) or not any(n in self.varying for n in node.all_input_nodes)
         if is_equal and target is not VARY:

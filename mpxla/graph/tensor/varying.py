@@ -25,10 +25,16 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
-from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, TENSOR_GROUP, VARY
+from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, OWN_PART, SUM, TENSOR_GROUP, VARY
 from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe, is_random
 
-__all__ = ["VARYING", "draws_for_part", "mark_varying", "split_parameters"]
+__all__ = [
+    "VARYING",
+    "draws_for_part",
+    "gathered_parameters",
+    "mark_varying",
+    "split_parameters",
+]
 
 VARYING = "mpxla_varying"
 """Key in the `meta` of nodes whose values vary over a group: (index, size) of the rank in it."""
@@ -51,7 +57,8 @@ def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int)
     """
     held = (InputKind.PARAMETER, InputKind.BUFFER)
     varying = {n for n, role in step.roles.items() if role.kind in held and role.name in split}
-    if not varying and not any(n.target is VARY for n in step.graph.nodes):
+    starting = (VARY, OWN_PART)
+    if not varying and not any(n.target in starting for n in step.graph.nodes):
         return step
     for node in varying:
         node.meta[VARYING] = index, size
@@ -62,11 +69,11 @@ def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int)
         if node.target in (CROSS_ENTROPY, GATHER, SUM):
             _check_varies(node, varying)
             continue
-        if node.target is not VARY and not any(n in varying for n in node.all_input_nodes):
+        if node.target not in starting and not any(n in varying for n in node.all_input_nodes):
             continue
         varying.add(node)
         node.meta[VARYING] = index, size
-        if node.target is VARY:
+        if node.target in starting:
             continue
         for source in node.all_input_nodes:
             if source not in varying and _requires_grad(source):
@@ -84,6 +91,15 @@ def split_parameters(step: StepGraph) -> frozenset[str]:
         role.name
         for node, role in step.roles.items()
         if role.kind is InputKind.PARAMETER and VARYING in node.meta
+    )
+
+
+def gathered_parameters(step: StepGraph) -> list[str]:
+    """Names of those that are put together, for code outside of their layers."""
+    return sorted(
+        role.name
+        for node, role in step.roles.items()
+        if role.kind is InputKind.PARAMETER and any(user.target is GATHER for user in node.users)
     )
 
 

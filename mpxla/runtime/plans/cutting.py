@@ -24,9 +24,9 @@ from mpxla.graph.python.state import PythonState
 from mpxla.graph.stepgraph import OutputKind, StepGraph, without_inputs
 from mpxla.graph.tensor.sequence import divide_sequences
 from mpxla.graph.tensor.split_dims import check_split_dims
-from mpxla.graph.tensor.varying import mark_varying
+from mpxla.graph.tensor.varying import gathered_parameters, mark_varying
 from mpxla.graph.tensor.vocabulary import divide_losses
-from mpxla.log import get_logger
+from mpxla.log import get_logger, warn_once
 from mpxla.runtime.call import Call
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.placement import Placement
@@ -52,6 +52,10 @@ from mpxla.stage.timing import measure_operators
 __all__ = ["StepCutter"]
 
 _T = TypeVar("_T")
+_GATHERED = (
+    "the step function {} uses {} outside of the layers that have a part of each. It gets whole "
+    "tensors there, as in plain PyTorch; every microbatch gathers them."
+)
 _PART_OF_LAYERS = (
     "mpxla: tensor_parallel_degree: {} gives this rank a part of the heads or columns of some "
     "layers. If this line needs all of them, leave the module whole: "
@@ -144,6 +148,9 @@ class StepCutter:
             parts = self._parts()
             check_split_dims(step, {n: (dim, blocks) for n, (dim, _, _, blocks) in parts.items()})
             step = mark_varying(divide_losses(step), parts, *place)
+            if names := gathered_parameters(step):
+                which = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+                warn_once(f"gathered {names}", _GATHERED.format(call.signature.function, which))
             if self._given.optimize == "memory":
                 step = divide_sequences(step, *place)
         if self._given.check_indices == "all":
