@@ -115,7 +115,7 @@ def explain(error: Exception, is_final: bool = True, outside: Sequence[str] = ()
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
             f"once as a graph, so `.numpy()` is not possible inside it, unless the value follows "
             f"from the inputs alone; nor are `if`, `while`, `int()` and loops over a number with "
-            f"tensor_parallel_degree or sharded_data_parallel_degree. Use torch.where or masks, "
+            f"sharded_data_parallel_degree. Use torch.where or masks, "
             f"index by tensors (x[start + torch.arange(n)] in place of x[start : start + n]), or "
             f"move the decision out of the step function; what .item() and float() read may be "
             f"computed with, and returned, and int() gives a number that has few values. What "

@@ -295,7 +295,8 @@ class Calls:
         if self._pp_rank > 0:
             self._take(call, self.control.follow())
             return
-        self._asking.take(call, values)
+        # Ranks that share tensors compute alike, but need not round alike.
+        self._asking.take(call, self._sharing.first(call.name, values))
         self._announce(call, self._advance(call, self._watch.look()))
 
     def go_on(self, call: Call) -> None:

@@ -23,9 +23,10 @@ LARGE = 0.4
 class Net(nn.Module):
     """Goes on until its values are small; a part of its layers is for large losses."""
 
-    def __init__(self, has_norm=False, dropout=0.0):
+    def __init__(self, has_norm=False, dropout=0.0, is_split=False):
         super().__init__()
-        self.first, self.again, self.last = (nn.Linear(4, 4) for _ in range(3))
+        kind = smp.nn.DistributedLinear if is_split else nn.Linear
+        self.first, self.again, self.last = (kind(4, 4) for _ in range(3))
         self.norm = nn.BatchNorm1d(4) if has_norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
         self.num_turns = 0  # only counts
@@ -207,6 +208,19 @@ def test_questions_draw_what_the_step_draws(stages):
         assert [value > LARGE for value in values] == [row[2] == 1 for row in found.tolist()]
 
 
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_that_share_tensors_ask_together(stages):
+    expected, parameters = train_plainly([])
+    keys = {"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}
+    keys["pipeline_parallel_degree"] = stages
+    for found, state, _, num_asked, _ in run_ranks(
+        train, 2 * stages, keys, [False, 0.0, True], NUM_STEPS, True
+    ):
+        close(found, expected)
+        close(state, parameters)
+        assert num_asked == 1, "one way is known"
+
+
 @pytest.mark.slow
 def test_replicas_ask_for_themselves():
     expected, parameters = train_plainly([], num_replicas=2)
@@ -278,7 +292,7 @@ def test_ranks_that_gather_parameters_do_not_ask():
     keys = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
     for (text,) in run_ranks(refused, 2, keys, [(linear, take_two_ways)]):
         assert re.search(r"depends on a tensor's value in Python at .*return h if h\[0, 0\]", text)
-        assert "with tensor_parallel_degree or sharded_data_parallel_degree" in text
+        assert "with sharded_data_parallel_degree" in text
 
 
 def evaluate():

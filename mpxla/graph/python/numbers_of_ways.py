@@ -98,6 +98,8 @@ def numbers_of_way(
     names.are_more |= {name: read.is_more for name, read in computed.items()}
     names.are_more |= dict.fromkeys(first.numbers(()).keys() | changed.keys(), False)
     places = first.places(names.are_more) | counted | changed | computed
+    if not places:
+        return NumbersOfWay(first, {}, (), {}, [LeftNamesRead.of(names)])
     restore(first.log, first.outer)
     refill()
 

@@ -94,9 +94,8 @@ class StepCutter:
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._has_room: bool | None = None
         """Whether whole parameters fit into every rank, once that has been planned."""
-        # Ranks that share a model's tensors, or gather them, would have to ask together.
-        sharded = session.topology.sdp_group(session.rank)
-        self._may_ask = len(self._sharing) == 1 and len(sharded) == 1
+        # Ranks that gather a model's tensors would have to ask together.
+        self._may_ask = len(session.topology.sdp_group(session.rank)) == 1
         self._decided: defaultdict[str, set[str]] = defaultdict(set)
         self._left: defaultdict[str, LeftNames] = defaultdict(LeftNames)
         self._rewritten: defaultdict[str, set[str]] = defaultdict(set)
