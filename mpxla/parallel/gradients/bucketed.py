@@ -57,6 +57,8 @@ class GradientFlow:
         changed: buffers and parameters that this rank's stages change.
         order: stages in the order of which gradients are complete, where those of the sources say
             nothing about it.
+        counted_elsewhere: shared parameters that an earlier pipeline rank trains, too. It adds what
+            they have had from an earlier reduction, which is the same on all holders.
     """
 
     sources: Mapping[str, Sequence[tuple[int, int]]]
@@ -64,6 +66,7 @@ class GradientFlow:
     shared: Mapping[tuple[int, ...], Sequence[str]]
     changed: tuple[str, ...]
     order: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    counted_elsewhere: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -83,6 +86,7 @@ class GradientFlow:
         order: dict[str, tuple[int, ...]] = {}
         changed: set[str] = set()
         trained: frozenset[str] = frozenset()
+        earlier: set[str] = set()
         first = 0
         for cut in cuts:
             found: dict[str, list[tuple[int, int]]] = {}
@@ -92,13 +96,16 @@ class GradientFlow:
                     for place, name in enumerate(stage.trained):
                         if name in names:
                             found.setdefault(names[name], []).append((stage.index, place))
+                elif cut.placement[stage.index] < pp_rank:
+                    earlier.update(names[n] for n in stage.trained if n in names)
             for name, own in found.items():
                 order.setdefault(name, tuple(stage for stage, _ in own))
                 sources.setdefault(name, []).extend((first + stage, at) for stage, at in own)
             trained |= {names[n] for stage in cut.stages for n in stage.trained if n in names}
             first += len(cut.stages)
         shared = _shared(trained, pp_rank, parameter_ranks)
-        return cls(sources, trained, shared, tuple(sorted(changed)), order)
+        elsewhere = frozenset(n for same in shared.values() for n in same if n in earlier)
+        return cls(sources, trained, shared, tuple(sorted(changed)), order, elsewhere)
 
     def joined(
         self,
@@ -119,6 +126,7 @@ class GradientFlow:
             _shared(trained, pp_rank, parameter_ranks),
             tuple(sorted(changed)),
             dict.fromkeys(names, (0,)),
+            self.counted_elsewhere,
         )
 
     def stages(self, name: str) -> tuple[int, ...]:
@@ -332,6 +340,8 @@ class BucketedReduction:
         That are buffers and parameters that the step has changed.
         """
         if not self._reduces:
+            self._store.take_gradients(sorted(self._counted_elsewhere))
+            self.reducer.accumulated.update(self._sources)
             self._accumulate(list(self._sources), self._sums(self._sources, gradients))
             self.reducer.unreduced |= {n for n in self._sources if self._transfers(n)}
             return
@@ -350,6 +360,7 @@ class BucketedReduction:
             self._deliver(bucket, index)
         for name, handle in following.items():
             self._store.write([name], [handle.result()])
+        self.reducer.accumulated.clear()
 
     def _deliver(self, bucket: Bucket, index: int) -> None:
         """Waits for one bucket and gives its gradients to the store."""
@@ -419,9 +430,19 @@ class BucketedReduction:
         totals = sum_gradients(self._programs, groups, dtypes, self._factor)
         if not (earlier and self._accumulates_locally):
             return totals
+        self._store.take_gradients([name for name in names if name in self._counted_elsewhere])
         before = self._store.take_gradients(names)
         groups = [[t] if g is None else [g, t] for g, t in zip(before, totals, strict=True)]
         return sum_gradients(self._programs, groups, dtypes)
+
+    @property
+    def _counted_elsewhere(self) -> set[str]:
+        """What this rank trains and has from an earlier reduction, which another holder adds.
+
+        Every holder would else add the whole of it. What was added since is each holder's own.
+        """
+        names = self._flow.counted_elsewhere.intersection(self._sources)
+        return names - self.reducer.accumulated
 
     @property
     def _accumulates_locally(self) -> bool:

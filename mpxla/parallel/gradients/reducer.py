@@ -80,6 +80,7 @@ class GradientReducer:
         self.hook: CommHook | None = None
         self.is_prepared = False
         self.unreduced: set[str] = set()
+        self.accumulated: set[str] = set()  # by passes since the last reduction, on this rank
         self.drifted: set[str] = set()
         self._pass = 0
         replica.store.lent.gather = self._gathered
