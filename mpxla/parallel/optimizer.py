@@ -430,9 +430,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a full state dict, or the partial ones of all ranks of a replica.
 
-        Before the model is partitioned it takes effect right after partitioning. Partial dicts are
-        merged first, so all ranks of the replica must call it with theirs (all ranks, with those
-        of single shares).
+        Before the model is partitioned it takes effect right after partitioning, but for settings
+        of param groups, which scripts may change by then. Partial dicts are merged first, so all
+        ranks of the replica must call it with theirs (all ranks, with those of single shares).
 
         Raises:
             ValueError: the dict has other param groups.
@@ -452,6 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.is_placed:
             self.contents.load(state_dict)
         else:
+            self.contents.load_settings(state_dict)
             self._deferred = state_dict
 
     def take_over(self, source: int) -> None:
@@ -531,7 +532,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._agree_on_seed()
         if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
-            self.contents.load(deferred)
+            self.contents.load(self.contents.with_settings(deferred))
 
     def _where_gradients_are(self) -> str:
         if self._session.config.fp16:

@@ -118,6 +118,8 @@ def _clip_value(original: Callable[..., None]) -> Callable[..., None]:
         if models is not None:
             models.unscale()
         owners = given if models is None else models.gradient_norm.owners(given)
+        if models is not None and all(owner.grad is None for owner in owners):
+            return  # torch raises, but other ranks may have gradients
         original(owners, *rest, **named)
 
     return clip_all

@@ -7,6 +7,7 @@ Masters are entries of the state, under `MASTER_KEY`, which the inner optimizer 
 file must not know when a state is saved, nor which ranks take part.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -157,6 +158,20 @@ class OptimizerState:
                 f"the optimizer state has param groups of sizes {sizes}, and this optimizer of "
                 f"sizes {self.group_sizes}; build the optimizer as it was when the state was saved."
             )
+
+    def load_settings(self, state_dict: Mapping[str, Any]) -> None:
+        """Param groups take what a state dict sets, while its state waits for partitioning."""
+        groups = self.optimizer.param_groups
+        for group, given in zip(groups, state_dict.get("param_groups", ()), strict=False):
+            group.update(copy.deepcopy(_settings(given)))
+
+    def with_settings(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict that waited, with settings that scripts have changed since."""
+        if "param_groups" not in state_dict:
+            return dict(state_dict)
+        given, groups = state_dict["param_groups"], self.optimizer.param_groups
+        now = [{**g, **_settings(group)} for g, group in zip(given, groups, strict=False)]
+        return {**state_dict, "param_groups": [*now, *given[len(now) :]]}
 
     def load(self, full: Mapping[str, Any]) -> None:
         """Loads this rank's part of a full state dict. After partitioning.
@@ -409,3 +424,7 @@ def _is_plain(value: Any) -> bool:
         parts = list(value.values() if isinstance(value, Mapping) else value)
         return bool(parts) and all(map(_is_plain, parts))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
