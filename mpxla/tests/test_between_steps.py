@@ -88,6 +88,48 @@ def test_tied_parameters_keep_what_earlier_reductions_gave(keys):
             assert max(differs.values()) < 1e-12, differs
 
 
+class Branches(nn.Module):
+    """A step goes through one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x, is_first):
+        return self.last(self.first(x) if is_first else self.second(x))
+
+
+def branch(keys):
+    """Runs on every rank: a layer has a gradient, and one replica does not train it any more."""
+    smp.init({"microbatches": 1, "ddp": True, **keys})
+    torch.manual_seed(0)
+    net = Branches().double()
+    plain = copy.deepcopy(net)
+    model, found = smp.DistributedModel(net, backward_passes_per_step=2), []
+
+    @smp.step
+    def step(model, x, is_first):
+        model.backward(model(x, is_first).square().mean())
+
+    ways = [(True, True), (True, False), (False, False), (True, False)]
+    for number, way in enumerate(way for way in ways for _ in range(2)):
+        parts = batch(number).chunk(2)
+        step(model, parts[smp.rdp_rank()], way[smp.rdp_rank()])
+        for x, is_first in zip(parts, way, strict=True):
+            (plain(x, is_first).square().mean() / 2).backward()
+        if number % 2:
+            found.append(differences(model, plain))
+    return found
+
+
+@pytest.mark.parametrize("keys", [{}, {"shard_optimizer_state": True}])
+def test_layers_that_one_replica_does_not_train_keep_what_earlier_reductions_gave(keys):
+    for found in run_ranks(branch, 2, keys):
+        assert len(found[-1]) == 6
+        for differs in found:
+            assert max(differs.values()) < 1e-12, differs
+
+
 def clip_values():
     """Runs on every rank: gradients that are clipped are on one of them only."""
     smp.init(BY_HAND)
@@ -151,6 +193,36 @@ def resume():
     state = model.state_dict()
     differs = {n: (state[n] - v).abs().max().item() for n, v in plain.state_dict().items()}
     return own.param_groups[0]["lr"], other.param_groups[0]["lr"], differs
+
+
+def resume_with_more():
+    """Runs on every rank: after a resume, another group comes before the first step."""
+    smp.init(BY_HAND)
+    net = built()
+    plain = copy.deepcopy(net)
+    smp.set_partition(net.second, 1)
+    model = smp.DistributedModel(net)
+    pairs = []
+    for one in (model, plain):
+        groups = [p for n, p in one.named_parameters() if "second" in n], one.get_parameter
+        name = "module.first.weight" if one is model else "first.weight"
+        optimizer = torch.optim.SGD(groups[0], lr=0.1, momentum=0.9)
+        optimizer = smp.DistributedOptimizer(optimizer) if one is model else optimizer
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.2
+        optimizer.load_state_dict(state)
+        optimizer.add_param_group({"params": [groups[1](name)], "lr": 0.3, "momentum": 0.5})
+        pairs.append(optimizer)
+    for _ in range(2):
+        step(model, pairs[0], plain, pairs[1])
+    state, rates = model.state_dict(), [group["lr"] for group in pairs[0].param_groups]
+    return rates, {n: (state[n] - v).abs().max().item() for n, v in plain.state_dict().items()}
+
+
+def test_groups_that_come_between_resume_and_first_step_stay():
+    for rates, differs in run_ranks(resume_with_more, 2):
+        assert rates == [0.2, 0.3]
+        assert max(differs.values()) < 1e-12, differs
 
 
 def test_settings_that_change_between_resume_and_first_step_stay():

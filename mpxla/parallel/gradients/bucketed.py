@@ -59,6 +59,7 @@ class GradientFlow:
             nothing about it.
         counted_elsewhere: shared parameters that an earlier pipeline rank trains, too. It adds what
             they have had from an earlier reduction, which is the same on all holders.
+        own: parameters that get a gradient on any pipeline rank of this replica.
     """
 
     sources: Mapping[str, Sequence[tuple[int, int]]]
@@ -67,6 +68,7 @@ class GradientFlow:
     changed: tuple[str, ...]
     order: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     counted_elsewhere: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -105,7 +107,7 @@ class GradientFlow:
             first += len(cut.stages)
         shared = _shared(trained, pp_rank, parameter_ranks)
         elsewhere = frozenset(n for same in shared.values() for n in same if n in earlier)
-        return cls(sources, trained, shared, tuple(sorted(changed)), order, elsewhere)
+        return cls(sources, trained, shared, tuple(sorted(changed)), order, elsewhere, trained)
 
     def joined(
         self,
@@ -127,6 +129,7 @@ class GradientFlow:
             tuple(sorted(changed)),
             dict.fromkeys(names, (0,)),
             self.counted_elsewhere,
+            self.own,
         )
 
     def stages(self, name: str) -> tuple[int, ...]:
@@ -178,7 +181,10 @@ class BucketedReduction:
         self._sources = flow.sources
         self._programs = self._store.programs
         self._buckets = self._form_buckets()
-        self._packers = [self._make_packer(bucket) for bucket in self._buckets]
+        self._packers: dict[tuple[int, tuple[str, ...]], Packer] = {}
+        for index, bucket in enumerate(self._buckets):
+            if present := self._present(bucket):
+                self._packer(index, present)
         bucketed = {name for bucket in self._buckets for name in bucket.names}
         self._direct = [name for name in self._sources if name not in bucketed]
         self.description = self._describe()
@@ -224,10 +230,14 @@ class BucketedReduction:
         """Whether gradients of a parameter leave this rank at all."""
         return len(self._group_of(name)) > 1 or self.reducer.hook is not None
 
-    def _make_packer(self, bucket: Bucket) -> Packer | None:
-        present = self._present(bucket)
-        dtype, shape = self._travels_as(bucket)
-        return Packer(bucket, present, dtype, self._replica.backend, shape) if present else None
+    def _packer(self, index: int, names: Sequence[str]) -> Packer:
+        """Packs gradients of some names of a bucket."""
+        key = index, tuple(names)
+        if key not in self._packers:
+            bucket = self._buckets[index]
+            dtype, shape = self._travels_as(bucket)
+            self._packers[key] = Packer(bucket, names, dtype, self._replica.backend, shape)
+        return self._packers[key]
 
     def _travels_as(self, bucket: Bucket) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of a bucket, also on replicas that have no gradient of it."""
@@ -237,6 +247,19 @@ class BucketedReduction:
 
     def _present(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.names if self._sources.get(name)]
+
+    def _held(self, bucket: Bucket) -> dict[str, Buffer]:
+        """Takes what a bucket has from an earlier reduction, and only other replicas add to now.
+
+        They count it as they count their own gradients, and the mean is of all replicas. (Divided
+        updates keep it apart.)
+        """
+        is_first = not bucket.holders or bucket.holders[0] == self._replica.pp_rank
+        if self._is_sharded or not self._accumulates_locally or not is_first:
+            return {}
+        names = [n for n in bucket.names if n not in self._flow.own and self._store.has_gradient(n)]
+        found = zip(names, self._store.take_gradients(names), strict=True)
+        return {name: value for name, value in found if value is not None}
 
     def _describe(self) -> str:
         # Parts of one parameter differ in length, and replicas compare what they reduce.
@@ -396,15 +419,16 @@ class BucketedReduction:
 
     def launch(self, index: int, gradients: Accumulators) -> None:
         """Starts a bucket, whose gradients are complete."""
-        bucket, packer, hook = self._buckets[index], self._packers[index], self.reducer.hook
-        present = self._present(bucket)
+        bucket, hook = self._buckets[index], self.reducer.hook
+        present, held = self._present(bucket), self._held(bucket)
         group, transport = self._group_of(bucket.names[0]), self._replica.transport
         scale = 1.0 if hook is not None else 1.0 / len(group)
-        if packer is None:
+        if not present and not held:
             dtype, shape = self._travels_as(bucket)
             flat = torch.zeros(bucket.num_elements, dtype=dtype).view(shape)
         else:
-            flat = packer(self._sums(present, gradients, earlier=True), scale)
+            terms = [*self._sums(present, gradients, earlier=True), *held.values()]
+            flat = self._packer(index, [*present, *held])(terms, scale)
         if hook is not None:
             parameters = [self._replica.state.parameters[name] for name in bucket.names]
             is_last = len(self._under_way) == len(self._buckets) - 1

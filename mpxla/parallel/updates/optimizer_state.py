@@ -166,12 +166,18 @@ class OptimizerState:
             group.update(copy.deepcopy(_settings(given)))
 
     def with_settings(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict that waited, with settings that scripts have changed since."""
+        """A state dict that waited, with settings and groups that scripts have given since."""
         if "param_groups" not in state_dict:
             return dict(state_dict)
-        given, groups = state_dict["param_groups"], self.optimizer.param_groups
-        now = [{**g, **_settings(group)} for g, group in zip(given, groups, strict=False)]
-        return {**state_dict, "param_groups": [*now, *given[len(now) :]]}
+        groups, first = [], 0
+        for group, size in zip(self.optimizer.param_groups, self.group_sizes, strict=True):
+            groups.append({**_settings(group), "params": list(range(first, first + size))})
+            first += size
+        kept = [{k: g[k] for k in ("param_names",) if k in g} for g in state_dict["param_groups"]]
+        return {
+            **state_dict,
+            "param_groups": [{**a, **b} for a, b in zip_longest(groups, kept, fillvalue={})],
+        }
 
     def load(self, full: Mapping[str, Any]) -> None:
         """Loads this rank's part of a full state dict. After partitioning.
