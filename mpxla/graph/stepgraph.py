@@ -225,6 +225,17 @@ class StepGraph:
             seen.update(node.all_input_nodes)
         return bool(waiting)
 
+    def would_differentiate(self, name: str) -> bool:
+        """Whether gradients of an objective would flow to a buffer that required some."""
+        objectives = {node for node, role in self.ends if role.kind is OutputKind.OBJECTIVE}
+        waiting = [node for node, role in self.roles.items() if role.name == name]
+        seen = set(waiting)
+        for node in waiting:  # grows
+            users = [u for u in node.users if u not in seen and _passes_gradients(u)]
+            seen.update(users)
+            waiting += users
+        return not objectives.isdisjoint(seen)
+
     @property
     def scaled_tables(self) -> dict[str, int]:
         """Parameters whose rows the step scales -> the result that says by what."""
@@ -312,6 +323,16 @@ def describe(node: fx.Node) -> str:
 def may_draw(node: fx.Node) -> bool:
     """Whether the node's operator draws random numbers for some arguments."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _passes_gradients(node: fx.Node) -> bool:
+    """Whether a result of the node could have a gradient, if what it reads required some."""
+    if node.target is torch.ops.aten.detach.default:
+        return False
+    values = node.meta.get("val")
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(value.is_floating_point() or value.is_complex() for value in tensors)
 
 
 def is_random(node: fx.Node) -> bool:

@@ -468,9 +468,23 @@ class Elsewhere(nn.Module):
         return y
 
 
+class Late(nn.Module):
+    """Computes with the weight of the call before, as pruning of a weight-normed layer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.effective = 2 * self.layer.weight
+
+    def forward(self, x):
+        y = self.layer(x) + x @ self.effective.t()
+        self.effective = 2 * self.layer.weight
+        return y
+
+
 def refuse():
     found = []
-    for kind in (Growing, Elsewhere):
+    for kind in (Growing, Elsewhere, Late):
         smp.init({"microbatches": 2})
         with pytest.raises(CaptureError) as caught:
             smp.step(train_step)(smp.DistributedModel(kind()), *batch(0))
@@ -481,10 +495,11 @@ def refuse():
 
 @pytest.mark.slow
 def test_what_grows_and_what_is_elsewhere_is_refused():
-    ((growing, elsewhere),) = run_ranks(refuse, 1)
+    ((growing, elsewhere, late),) = run_ranks(refuse, 1)
     assert "computes with the attribute all of a Growing, where it finds float32[5, 4]" in growing
     assert "leaves float32[9, 4] there. Programs are compiled for one shape" in growing
     assert "reads model.settings.mean, and gives it a tensor at " in elsewhere
+    assert "in the attribute effective of a Late that depends on parameters" in late
 
 
 def look_elsewhere():
