@@ -245,13 +245,8 @@ class Tracing:
                     raise
                 raise RewrittenError(paths[error.place], self.rewritten) from error
             used = {role.name for node, role in step.roles.items() if node.users}
-            is_same, is_differentiated = step.follows_from_itself, step.would_differentiate
-            settle(
-                model,
-                lambda n: names[n] in used,
-                lambda n: is_same(names[n]),
-                lambda n: is_differentiated(names[n]),
-            )
+            is_same = step.follows_from_itself
+            settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))
             return step
 
         def attempt(counting: Counting, records: Mapping[str, RecordRead] = {}) -> Attempt:

@@ -469,7 +469,7 @@ class Elsewhere(nn.Module):
 
 
 class Late(nn.Module):
-    """Computes with the weight of the call before, as pruning of a weight-normed layer does."""
+    """Computes with the weight of the call before, as a weight-normed layer does that is pruned."""
 
     def __init__(self):
         super().__init__()
@@ -482,9 +482,18 @@ class Late(nn.Module):
         return y
 
 
+class LateBuffer(Late):
+    """The same of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        del self.effective
+        self.register_buffer("effective", torch.ones(4, 6))
+
+
 def refuse():
     found = []
-    for kind in (Growing, Elsewhere, Late):
+    for kind in (Growing, Elsewhere, Late, LateBuffer):
         smp.init({"microbatches": 2})
         with pytest.raises(CaptureError) as caught:
             smp.step(train_step)(smp.DistributedModel(kind()), *batch(0))
@@ -495,11 +504,12 @@ def refuse():
 
 @pytest.mark.slow
 def test_what_grows_and_what_is_elsewhere_is_refused():
-    ((growing, elsewhere, late),) = run_ranks(refuse, 1)
+    ((growing, elsewhere, late, buffer),) = run_ranks(refuse, 1)
     assert "computes with the attribute all of a Growing, where it finds float32[5, 4]" in growing
     assert "leaves float32[9, 4] there. Programs are compiled for one shape" in growing
     assert "reads model.settings.mean, and gives it a tensor at " in elsewhere
     assert "in the attribute effective of a Late that depends on parameters" in late
+    assert "in the buffer effective that depends on parameters" in buffer
 
 
 def look_elsewhere():

@@ -92,7 +92,6 @@ class Carried:
         is_read: whether it has read them before it gave others.
         is_written: whether it has given others.
         is_cache: whether they are the same in every call, so that it is not carried.
-        gradients: of which of those that it has given a gradient could be asked.
         others: further attributes, mostly of other modules, that are the same list or dictionary.
         before: what was there before the capture.
     """
@@ -106,7 +105,6 @@ class Carried:
         self.before: Any = MISSING
         self.is_carrying = self.is_turning = self.is_read = self.is_written = False
         self.is_cache = False
-        self.gradients: tuple[bool, ...] = ()
         self.others: list[tuple[nn.Module, str]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Carried":
@@ -189,7 +187,6 @@ class Carried:
             self.others = []
         self._found = self.form_now
         self.is_carrying, self.is_read, self.is_written = self._found is not None, False, False
-        self.gradients = ()
         wanted = self._wanted(self._found)
         self.is_turning = self.is_carrying and wanted != self._found
         self.before = vars(self.module).get(self.name, MISSING)
@@ -227,9 +224,7 @@ class Carried:
             raise self._problem(form)
         if form is not None and form != self._wanted(self._found):
             raise CarriedError([(self.module, self.name, form)], self._found)
-        leaves = [] if form is None else pytree.tree_leaves(value)
-        self.gradients = tuple(leaf.requires_grad for leaf in leaves)
-        return leaves
+        return [] if form is None else pytree.tree_leaves(value)
 
     @property
     def found(self) -> str:
@@ -259,24 +254,6 @@ class Carried:
         """
         if self.is_turning and any(is_used(place.key) for place in self.tensors()):
             raise self._problem(self._wanted(self._found))
-
-    def check_gradients(self, is_differentiated: Callable[[str], bool]) -> None:
-        """Checks that no gradient would have to flow into the microbatch or call before.
-
-        In plain PyTorch it does, or raises an exception where that graph has been freed.
-
-        Raises:
-            CaptureError: one would.
-        """
-        pairs = zip(self.tensors(), self.gradients, strict=False)
-        if any(has_gradient and is_differentiated(place.key) for place, has_gradient in pairs):
-            raise CaptureError(
-                f"The step function leaves a tensor in the attribute {self.name} of a "
-                f"{type(self.module).__name__} that depends on parameters, and the next microbatch "
-                f"computes its loss with it: the gradient would have to flow back into the one "
-                f"before, which is over. Leave it detached (.detach()), or compute it anew in "
-                f"each call before it is used."
-            )
 
     def _wanted(self, found: Form | None) -> Form:
         return self._turns[None] if found is None else self._turns.get(found, found)
@@ -436,10 +413,7 @@ def is_cache(attributes: Mapping[str, Any], name: str) -> bool:
 
 
 def settle(
-    model: nn.Module,
-    is_used: Callable[[str], bool],
-    is_same: Callable[[str], bool],
-    is_differentiated: Callable[[str], bool],
+    model: nn.Module, is_used: Callable[[str], bool], is_same: Callable[[str], bool]
 ) -> None:
     """Looks at what a step just captured does with attributes that are carried.
 
@@ -450,11 +424,9 @@ def settle(
         model: that the step uses.
         is_used: says whether the step computes with a buffer, by its name in the model.
         is_same: says whether it gives one the same in every call.
-        is_differentiated: says whether gradients would flow to one that required some.
 
     Raises:
         CarriedError: there are such. The step is to be captured again.
-        CaptureError: gradients would have to flow into the microbatch before.
         FormError: it computes with tensors that it exchanges for others of another form.
     """
     found = False
@@ -467,7 +439,6 @@ def settle(
             if carried.module is not module:
                 continue
             carried.check_unused(lambda key: is_used(named(key)))
-            carried.check_gradients(lambda key: is_differentiated(named(key)))
             is_first = carried.is_written and not carried.is_carrying
             if is_first and all(is_same(named(place.key)) for place in carried.tensors()):
                 carried.is_cache = found = True

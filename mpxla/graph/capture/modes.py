@@ -481,10 +481,14 @@ def _fake_state(
 
 
 @contextlib.contextmanager
-def assigned_buffers_written(model: nn.Module) -> Generator[None]:
+def assigned_buffers_written(model: nn.Module, attached: dict[str, str]) -> Generator[None]:
     """Makes `self.buffer = new` in a forward what `self.buffer.copy_(new)` is.
 
     Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
+
+    Args:
+        model: whose buffers they are.
+        attached: gets those that have a gradient at the end, and what users call them.
 
     Raises:
         CarriedError: the new tensor has another shape or dtype, and the buffer is in no checkpoint:
@@ -498,6 +502,9 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
         table: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
         for name, old in before.items():
             new = table[name]
+            if new is not None and new.requires_grad:
+                full = f"{path}.{name}" if path else name
+                attached[full] = f"the buffer {full}"
             if new is old:
                 continue
             table[name] = old
@@ -522,14 +529,18 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def carried_attributes_written(model: nn.Module) -> Generator[None]:
+def carried_attributes_written(model: nn.Module, attached: dict[str, str]) -> Generator[None]:
     """Lets modules have the attributes that steps carry, and writes what they are given.
+
+    Args:
+        model: whose modules they are.
+        attached: gets those that have a gradient at the end, and what users call them.
 
     Raises:
         CarriedError: one was given tensors of another form than it was to have.
         CaptureError: one had tensors, and lost them.
     """
-    carried = all_carried(model)
+    carried, paths = all_carried(model), {m: path for path, m in model.named_modules()}
     buffers = [one.show() for one in carried]
     register = nn.Module.register_buffer
 
@@ -544,7 +555,12 @@ def carried_attributes_written(model: nn.Module) -> Generator[None]:
     with exchanged(nn.Module, register_buffer=register_buffer):
         yield
     for one, held in zip(carried, buffers, strict=True):
-        pairs = zip(held, one.end() or held, strict=True)
+        pairs = list(zip(held, one.end() or held, strict=True))
+        for place, (_, value) in zip(one.tensors(), pairs, strict=False):
+            if value.requires_grad:
+                path = paths[one.module]
+                called = f"the attribute {one.name} of a {type(one.module).__name__}"
+                attached[f"{path}.{place.key}" if path else place.key] = called
         # Copies first: some may be given to each other.
         for old, value in [(old, v.detach().clone()) for old, v in pairs if v is not old]:
             old.copy_(value)

@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import CaptureError, MpxlaError
+from mpxla.graph.capture.attached import refuse_attached
 from mpxla.graph.capture.carried import carry_written
 from mpxla.graph.capture.checkpoints import checkpoints_noted
 from mpxla.graph.capture.constants import masks_decided
@@ -157,6 +158,7 @@ class _Returned:
     written: frozenset[str] = frozenset()
     flags: dict[str, LeftFlag] = field(default_factory=dict)
     untrained: set[str] = field(default_factory=set)
+    attached: dict[str, str] = field(default_factory=dict)
     thawed: set[str] = field(default_factory=set)
     new: list[Attribute] = field(default_factory=list)
     looking: list[tuple[str, Hook]] = field(default_factory=list)
@@ -254,8 +256,8 @@ class _StepModule(nn.Module):
                 backward_told(),
                 transforms_captured(),
                 numbers_in_math(self._counts.number_of),
-                assigned_buffers_written(self.model),
-                carried_attributes_written(self.model),
+                assigned_buffers_written(self.model, self.returned.attached),
+                carried_attributes_written(self.model, self.returned.attached),
             ):
                 self._hook_parameters()
                 returned = None
@@ -579,6 +581,7 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
         flags={canonical_names[name]: flag for name, flag in returned.flags.items()},
     )
     returned.semantics.own.check(step)
+    refuse_attached(step, {canonical_names[name]: s for name, s in returned.attached.items()})
     return step
 
 
