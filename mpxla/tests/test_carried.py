@@ -491,9 +491,35 @@ class LateBuffer(Late):
         self.register_buffer("effective", torch.ones(4, 6))
 
 
+class LateQueue(Late):
+    """The same two calls later."""
+
+    def __init__(self):
+        super().__init__()
+        self.past = deque([torch.ones(4, 6), torch.ones(4, 6)], maxlen=2)
+
+    def forward(self, x):
+        y = self.layer(x) + x @ self.past[0].t()
+        self.past.append(2 * self.layer.weight)
+        return y
+
+
+class LateParameter(Late):
+    """The same of an attribute of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer.weight.late = torch.ones(4, 6)
+
+    def forward(self, x):
+        y = self.layer(x) + x @ self.layer.weight.late.t()
+        self.layer.weight.late = 2 * self.layer.weight
+        return y
+
+
 def refuse():
     found = []
-    for kind in (Growing, Elsewhere, Late, LateBuffer):
+    for kind in (Growing, Elsewhere, Late, LateBuffer, LateQueue, LateParameter):
         smp.init({"microbatches": 2})
         with pytest.raises(CaptureError) as caught:
             smp.step(train_step)(smp.DistributedModel(kind()), *batch(0))
@@ -504,12 +530,13 @@ def refuse():
 
 @pytest.mark.slow
 def test_what_grows_and_what_is_elsewhere_is_refused():
-    ((growing, elsewhere, late, buffer),) = run_ranks(refuse, 1)
+    ((growing, elsewhere, *late),) = run_ranks(refuse, 1)
     assert "computes with the attribute all of a Growing, where it finds float32[5, 4]" in growing
     assert "leaves float32[9, 4] there. Programs are compiled for one shape" in growing
     assert "reads model.settings.mean, and gives it a tensor at " in elsewhere
-    assert "in the attribute effective of a Late that depends on parameters" in late
-    assert "in the buffer effective that depends on parameters" in buffer
+    places = "attribute effective of a Late", "buffer effective", "attribute past of a LateQueue"
+    for text, place in zip(late, (*places, "attribute late of a parameter"), strict=True):
+        assert f"in the {place} that depends on parameters" in text
 
 
 def look_elsewhere():

@@ -11,27 +11,51 @@ This module must not know how a step is captured or run.
 
 from collections.abc import Mapping
 
+import torch
+
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import StepGraph
 
-__all__ = ["refuse_attached"]
+__all__ = ["Attached"]
 
 
-def refuse_attached(step: StepGraph, attached: Mapping[str, str]) -> None:
-    """Checks that no gradient would have to flow into the microbatch or call before.
+class Attached:
+    """What one run of a step function leaves in buffers, and in what is carried as they are."""
 
-    Args:
-        step: that was captured.
-        attached: what it leaves with a gradient: names of buffers -> what users call them.
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._called: dict[str, str] = {}
+        # Where a tensor that was found in one place is left in another: a queue that moves on.
+        self._moved: dict[str, str] = {}
 
-    Raises:
-        CaptureError: one would.
-    """
-    for name, called in attached.items():
-        if step.would_differentiate(name):
-            raise CaptureError(
-                f"The step function leaves a tensor in {called} that depends on parameters, and "
-                f"the next microbatch computes its loss with it: the gradient would have to flow "
-                f"back into the one before, which is over. Leave it detached (.detach()), or "
-                f"compute it anew in each call before it is used."
-            )
+    def find(self, name: str, buffer: torch.Tensor | None) -> None:
+        """Notes what the function finds."""
+        self._names[id(buffer)] = name
+
+    def leave(self, called: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+        """Notes what it leaves in the place of a buffer, and what users call that place."""
+        name = self._names.get(id(old))
+        if name is None or old is None or new is None:  # it was not there before
+            return
+        if new.requires_grad:
+            self._called[name] = called
+        elif new is not old and id(new) in self._names:
+            self._moved[name] = self._names[id(new)]
+
+    def check(self, step: StepGraph, canonical_names: Mapping[str, str]) -> None:
+        """Checks that no gradient would have to flow into a microbatch or call before.
+
+        Raises:
+            CaptureError: one would.
+        """
+        called = dict(self._called)
+        for _ in self._moved:  # as far as one can move
+            called |= {n: called[old] for n, old in self._moved.items() if old in called}
+        for name, place in called.items():
+            if step.would_differentiate(canonical_names[name]):
+                raise CaptureError(
+                    f"The step function leaves a tensor in {place} that depends on parameters, and "
+                    f"the next microbatch computes its loss with it: the gradient would have to "
+                    f"flow back into the one before, which is over. Leave it detached "
+                    f"(.detach()), or compute it anew in each call before it is used."
+                )

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture.attached import Attached
 from mpxla.graph.capture.autocast import host_autocast
 from mpxla.graph.capture.autograd import DifferentiatesInsideError
 from mpxla.graph.capture.carried import CarriedError, Form, all_carried, form_of, is_carried
@@ -481,14 +482,14 @@ def _fake_state(
 
 
 @contextlib.contextmanager
-def assigned_buffers_written(model: nn.Module, attached: dict[str, str]) -> Generator[None]:
+def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[None]:
     """Makes `self.buffer = new` in a forward what `self.buffer.copy_(new)` is.
 
     Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
 
     Args:
         model: whose buffers they are.
-        attached: gets those that have a gradient at the end, and what users call them.
+        attached: gets what is found and left there.
 
     Raises:
         CarriedError: the new tensor has another shape or dtype, and the buffer is in no checkpoint:
@@ -496,15 +497,16 @@ def assigned_buffers_written(model: nn.Module, attached: dict[str, str]) -> Gene
         CaptureError: the same of a buffer that is in checkpoints.
     """
     modules = [(path, m, dict(m._buffers)) for path, m in model.named_modules()]  # pyright: ignore[reportPrivateUsage]
+    for path, _, before in modules:
+        for name, old in before.items():
+            attached.find(f"{path}.{name}" if path else name, old)
     yield
     resized: list[tuple[nn.Module, str, Form]] = []
     for path, module, before in modules:
         table: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
         for name, old in before.items():
             new = table[name]
-            if new is not None and new.requires_grad:
-                full = f"{path}.{name}" if path else name
-                attached[full] = f"the buffer {full}"
+            attached.leave(f"the buffer {path}{'.' if path else ''}{name}", old, new)
             if new is old:
                 continue
             table[name] = old
@@ -529,18 +531,18 @@ def assigned_buffers_written(model: nn.Module, attached: dict[str, str]) -> Gene
 
 
 @contextlib.contextmanager
-def carried_attributes_written(model: nn.Module, attached: dict[str, str]) -> Generator[None]:
+def carried_attributes_written(model: nn.Module, attached: Attached) -> Generator[None]:
     """Lets modules have the attributes that steps carry, and writes what they are given.
 
     Args:
         model: whose modules they are.
-        attached: gets those that have a gradient at the end, and what users call them.
+        attached: gets what is found and left there.
 
     Raises:
         CarriedError: one was given tensors of another form than it was to have.
         CaptureError: one had tensors, and lost them.
     """
-    carried, paths = all_carried(model), {m: path for path, m in model.named_modules()}
+    carried = all_carried(model)
     buffers = [one.show() for one in carried]
     register = nn.Module.register_buffer
 
@@ -556,11 +558,8 @@ def carried_attributes_written(model: nn.Module, attached: dict[str, str]) -> Ge
         yield
     for one, held in zip(carried, buffers, strict=True):
         pairs = list(zip(held, one.end() or held, strict=True))
-        for place, (_, value) in zip(one.tensors(), pairs, strict=False):
-            if value.requires_grad:
-                path = paths[one.module]
-                called = f"the attribute {one.name} of a {type(one.module).__name__}"
-                attached[f"{path}.{place.key}" if path else place.key] = called
+        for old, value in pairs:
+            attached.leave(f"the attribute {one.name} of a {type(one.module).__name__}", old, value)
         # Copies first: some may be given to each other.
         for old, value in [(old, v.detach().clone()) for old, v in pairs if v is not old]:
             old.copy_(value)
@@ -570,6 +569,7 @@ def carried_attributes_written(model: nn.Module, attached: dict[str, str]) -> Ge
 def parameter_attributes_written(
     model: nn.Module,
     known: Sequence[Attribute],
+    attached: Attached,
     is_copy: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> Generator[list[Attribute]]:
     """Lets parameters have their attributes in a forward, and writes to these what it assigns.
@@ -579,6 +579,7 @@ def parameter_attributes_written(
     Args:
         model: whose parameters they are.
         known: attributes that are buffers meanwhile.
+        attached: gets what is left there.
         is_copy: whether a tensor has the values that a parameter had when the step began.
 
     Raises:
@@ -592,6 +593,7 @@ def parameter_attributes_written(
         yield new
         for found in [a for module in model.modules() for a in attributes_of(module)]:
             value, old = vars(found.owner)[found.name], getattr(found.module, found.key, None)
+            attached.leave(f"the attribute {found.name} of a parameter", old, value)
             if old is not None and old is not value:
                 old.copy_(value.detach())
             elif old is None and is_copy(value, found.owner):

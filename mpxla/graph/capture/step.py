@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import CaptureError, MpxlaError
-from mpxla.graph.capture.attached import refuse_attached
+from mpxla.graph.capture.attached import Attached
 from mpxla.graph.capture.carried import carry_written
 from mpxla.graph.capture.checkpoints import checkpoints_noted
 from mpxla.graph.capture.constants import masks_decided
@@ -158,7 +158,7 @@ class _Returned:
     written: frozenset[str] = frozenset()
     flags: dict[str, LeftFlag] = field(default_factory=dict)
     untrained: set[str] = field(default_factory=set)
-    attached: dict[str, str] = field(default_factory=dict)
+    attached: Attached = field(default_factory=Attached)
     thawed: set[str] = field(default_factory=set)
     new: list[Attribute] = field(default_factory=list)
     looking: list[tuple[str, Hook]] = field(default_factory=list)
@@ -265,7 +265,10 @@ class _StepModule(nn.Module):
                     contextlib.suppress(Undecided),
                     own.shown(),
                     parameter_attributes_written(
-                        self.model, self.attributes, semantics.writes.is_copy
+                        self.model,
+                        self.attributes,
+                        self.returned.attached,
+                        semantics.writes.is_copy,
                     ) as self.returned.new,
                 ):
                     returned = own.stand_ins(self._asked.function(leaves))
@@ -581,7 +584,7 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
         flags={canonical_names[name]: flag for name, flag in returned.flags.items()},
     )
     returned.semantics.own.check(step)
-    refuse_attached(step, {canonical_names[name]: s for name, s in returned.attached.items()})
+    returned.attached.check(step, canonical_names)
     return step
 
 
