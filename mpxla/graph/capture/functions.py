@@ -29,6 +29,7 @@ from mpxla.log import warn_once
 
 __all__ = [
     "CAPTURED_FUNCTIONS",
+    "checks_decide",
     "cumulative_batch_norms",
     "extremes_captured",
     "flexible_attention_by_scores",
@@ -468,6 +469,19 @@ def unchecked_distributions() -> AbstractContextManager[None]:
     It branches on them in Python. (`validate_args=True` given by the user still does.)
     """
     return exchanged(torch.distributions.Distribution, _validate_args=False)
+
+
+def checks_decide() -> AbstractContextManager[None]:
+    """Makes `torch._check` and its kin of a number that was read an `assert` of it.
+
+    transformers compares numbers of tokens and of features by them, in models of images and texts.
+    """
+    original = torch._check_with  # pyright: ignore[reportPrivateUsage]
+
+    def check_with(error_type: Any, cond: Any, message: Any) -> None:
+        original(error_type, bool(cond) if is_number(cond) else cond, message)
+
+    return exchanged(torch, _check_with=check_with)
 
 
 _COMPILING = (

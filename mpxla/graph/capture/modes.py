@@ -30,6 +30,7 @@ from mpxla.graph.capture.exporter import exporter_prepared
 from mpxla.graph.capture.flags import Flags
 from mpxla.graph.capture.functions import (
     CAPTURED_FUNCTIONS,
+    checks_decide,
     cumulative_batch_norms,
     extremes_captured,
     flexible_attention_by_scores,
@@ -361,6 +362,7 @@ def traceable(
         torchs_recurrences(),
         flexible_attention_by_scores(),
         unchecked_distributions(),
+        checks_decide(),
         cumulative_batch_norms(),
         extremes_captured(number_of),
         floats.exchanged(number_of),
