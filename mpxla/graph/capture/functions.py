@@ -7,7 +7,7 @@ of values that torch makes on the way are left out: there are no values yet.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,7 +35,6 @@ __all__ = [
     "flexible_attention_by_scores",
     "nested_tensors_refused",
     "torchs_recurrences",
-    "unchecked_distributions",
     "without_generator",
 ]
 
@@ -471,17 +470,20 @@ def unchecked_distributions() -> AbstractContextManager[None]:
     return exchanged(torch.distributions.Distribution, _validate_args=False)
 
 
-def checks_decide() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def checks_decide() -> Generator[None]:
     """Makes `torch._check` and its kin of a number that was read an `assert` of it.
 
-    transformers compares numbers of tokens and of features by them, in models of images and texts.
+    Those of `torch.distributions` are left out. transformers compares numbers of tokens and of
+    features by them, in models of images and texts.
     """
     original = torch._check_with  # pyright: ignore[reportPrivateUsage]
 
     def check_with(error_type: Any, cond: Any, message: Any) -> None:
         original(error_type, bool(cond) if is_number(cond) else cond, message)
 
-    return exchanged(torch, _check_with=check_with)
+    with unchecked_distributions(), exchanged(torch, _check_with=check_with):
+        yield
 
 
 _COMPILING = (

@@ -1,46 +1,34 @@
-"""What holds around the user's function while a step is captured, undone afterwards.
+"""What torch calls mean while a step function is captured.
 
-Fake tensors stand for parameters and buffers, devices read as the host, plain autograd is refused,
-and torch's exporter is quiet. This module must not know what the captured graph is used for.
+Devices read as the host, plain autograd is refused, and what stands for values decides where they
+have to. This module must not know what the captured graph is used for.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.jit._state import _enabled as jit_state  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.attached import Attached
-from mpxla.graph.capture.autocast import host_autocast
 from mpxla.graph.capture.autograd import DifferentiatesInsideError
-from mpxla.graph.capture.carried import CarriedError, Form, all_carried, form_of, is_carried
 from mpxla.graph.capture.collectives import Replicas
 from mpxla.graph.capture.constants import Constants
 from mpxla.graph.capture.control_flow import CONTROL_FLOW
-from mpxla.graph.capture.exporter import exporter_prepared
 from mpxla.graph.capture.flags import Flags
 from mpxla.graph.capture.functions import (
     CAPTURED_FUNCTIONS,
-    checks_decide,
-    cumulative_batch_norms,
-    extremes_captured,
-    flexible_attention_by_scores,
-    nested_tensors_refused,
-    torchs_recurrences,
-    unchecked_distributions,
     without_generator,
 )
 from mpxla.graph.capture.gradient_hooks import hook_tensor
-from mpxla.graph.capture.hooks import attributes_kept, refuse_gradients
+from mpxla.graph.capture.hooks import refuse_gradients
 from mpxla.graph.capture.own_parameters import OwnParameters, memory
 from mpxla.graph.capture.pieces import Joins, Pieces
 from mpxla.graph.capture.recorder import current_recorder
@@ -48,35 +36,21 @@ from mpxla.graph.capture.recurrent import Recurrences
 from mpxla.graph.capture.retained import BACKWARD, Retained
 from mpxla.graph.capture.selects import Selected
 from mpxla.graph.capture.sparse import has_sparse, run_sparse
-from mpxla.graph.capture.tensor_places import Attribute, attributes_of, is_constant
-from mpxla.graph.capture.transformers import static_transformers
 from mpxla.graph.capture.whole_parameters import WholeParameters
-from mpxla.graph.capture.writes import HiddenWrites, described
-from mpxla.graph.exchanged import exchanged, restored
-from mpxla.graph.fakes import fake_tensor
+from mpxla.graph.capture.writes import HiddenWrites
 from mpxla.graph.gradients import Gradients
-from mpxla.graph.python.answers import Answers, modules_left
+from mpxla.graph.python.answers import Answers
 from mpxla.graph.python.counts import Counts
 from mpxla.graph.python.decisions import Tape
 from mpxla.graph.python.floats import Floats
 from mpxla.graph.python.number import NO_VALUE, made_later, text_without_value
 from mpxla.graph.python.number_functions import FUNCTIONS_OF_NUMBERS
-from mpxla.graph.shapes import static_shapes
 from mpxla.graph.typed import SYMBOLIC
 from mpxla.graph.user_code import (
     at_user_line,
-    is_called_by_user,
-    symbols_noted,
-    user_lines_recorded,
 )
 
-__all__ = [
-    "StepSemantics",
-    "assigned_buffers_written",
-    "carried_attributes_written",
-    "parameter_attributes_written",
-    "traceable",
-]
+__all__ = ["StepSemantics"]
 
 
 class StepSemantics(TorchFunctionMode):
@@ -331,284 +305,3 @@ def _device_of_name(value: Any) -> Any:
     """The host for `"cuda"` and for the index of a device."""
     is_index = isinstance(value, int) and not isinstance(value, bool)
     return torch.device("cpu") if isinstance(value, str) or is_index else value
-
-
-@contextlib.contextmanager
-def traceable(
-    model: nn.Module,
-    fake_mode: FakeTensorMode,
-    trained: Collection[str],
-    gone: list[tuple[nn.Module, str]],
-    number_of: Callable[[Any], Any],
-    floats: Floats,
-) -> Generator[list[Attribute]]:
-    """What export needs to trace a step of a model; gives the attributes of parameters.
-
-    Stand-ins require gradients for the parameters that are `trained`, by any names. Attributes of
-    modules that the step has given tensors are `gone` afterwards. `number_of` gives numbers that
-    are read in the place of symbols. Modules that call `float` of those see that of `floats`.
-    """
-    with (
-        attributes_kept(model, gone),
-        _fake_state(model, fake_mode, trained) as attributes,
-        host_autocast(),
-        _inference_without_gradients(),
-        _modules_stay(),
-        _numbers_explained(),
-        torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
-        exchanged(jit_state, enabled=False),  # nor does `torch.jit.script` compile: not our `math`
-        exporter_prepared(),
-        user_lines_recorded(),
-        torchs_recurrences(),
-        flexible_attention_by_scores(),
-        unchecked_distributions(),
-        checks_decide(),
-        cumulative_batch_norms(),
-        extremes_captured(number_of),
-        floats.exchanged(number_of),
-        nested_tensors_refused(),
-        static_shapes(),
-        modules_left(),
-        static_transformers(),
-    ):
-        yield attributes
-
-
-def _modules_stay() -> contextlib.AbstractContextManager[None]:
-    """Lets `layer.to(x.device)` in a forward do nothing: stages have their devices.
-
-    Torch would look at gradients, and exchange what parameters hold.
-    """
-    convert: Callable[..., nn.Module] = nn.Module.to
-
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
-        held = (*self.parameters(), *self.buffers())
-        own = {t.dtype for t in held if t.is_floating_point() or t.is_complex()}
-        return self if dtype is None or own <= {dtype} else convert(self, *args, **kwargs)
-
-    def stay(self: nn.Module, *_: Any) -> nn.Module:
-        return self
-
-    return exchanged(nn.Module, to=to, cuda=stay, cpu=stay)
-
-
-def _inference_without_gradients() -> contextlib.AbstractContextManager[None]:
-    """Makes regions of `torch.inference_mode()` ones of `torch.no_grad()`, which export records."""
-    entered: list[torch.set_grad_enabled] = []
-
-    def enter(self: torch.inference_mode) -> None:
-        entered.append(torch.set_grad_enabled(not self.mode))
-
-    def leave(self: torch.inference_mode, *error: Any) -> None:
-        entered.pop().__exit__(*error)
-
-    kind: Any = torch.inference_mode
-    return exchanged(kind, __enter__=enter, __exit__=leave)
-
-
-@contextlib.contextmanager
-def _numbers_explained() -> Generator[None]:
-    """Numbers read by `.item()` say in the user's texts what they are, in place of `zuf0`.
-
-    Torch's own code goes on to see its names of them.
-    """
-
-    def for_users(write: Any) -> Any:
-        def text(self: Any, *spec: str) -> str:
-            return NO_VALUE.format("number") if is_called_by_user() else write(self, *spec)
-
-        return text
-
-    with symbols_noted(), contextlib.ExitStack() as stack:
-        for kind in (torch.SymFloat, torch.SymInt, torch.SymBool):
-            texts = {name: for_users(getattr(kind, name)) for name in ("__repr__", "__format__")}
-            stack.enter_context(exchanged(kind, **texts))
-        yield
-
-
-@contextlib.contextmanager
-def _fake_state(
-    model: nn.Module, fake_mode: FakeTensorMode, trained: Collection[str]
-) -> Generator[list[Attribute]]:
-    """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
-
-    Buffers that are constants are plain attributes meanwhile. Gives the attributes of
-    parameters, which are buffers meanwhile, as carried attributes of modules are.
-    """
-    tables: list[dict[str, Any]] = [
-        table
-        for m in model.modules()
-        for table in (m._parameters, m._buffers)  # pyright: ignore[reportPrivateUsage]
-    ]
-    fakes: dict[int, torch.Tensor] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    require_grad = {id(parameter) for name, parameter in named if name in trained}
-
-    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in fakes:
-            made: Any = fake_tensor(fake_mode, tensor.shape, tensor.stride(), tensor.dtype)
-            if isinstance(tensor, nn.Parameter):
-                made.requires_grad_(id(tensor) in require_grad)._is_param = True  # as nn.Parameter
-            elif tensor.grad is not None:  # the script's, which the step must not miss
-                made.grad = fake_tensor(fake_mode, tensor.shape, tensor.stride(), tensor.dtype)
-            fakes[id(tensor)] = made
-        return fakes[id(tensor)]
-
-    attributes = [found for m in model.modules() for found in attributes_of(m)]
-    carried = all_carried(model)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(restored(*tables))
-        for m in model.modules():
-            for name in [n for n, b in m._buffers.items() if is_constant(b)]:  # pyright: ignore[reportPrivateUsage]
-                vars(m)[name] = m._buffers.pop(name)  # pyright: ignore[reportPrivateUsage]
-                stack.callback(vars(m).pop, name)
-        # Before their owners are others.
-        values = [fake(found.get()) for found in attributes]
-        for table in tables:
-            table.update(
-                {n: fake(tensor) for n, tensor in table.items() if not is_constant(tensor)}
-            )
-        for found, value in zip(attributes, values, strict=True):
-            found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
-        for one in carried:
-            buffers = one.begin()
-            stack.callback(one.restore)
-            for key, (shape, dtype) in buffers.items():
-                strides = torch.empty(shape, device="meta").stride()
-                made = fake_tensor(fake_mode, shape, strides, dtype)
-                one.module._buffers[key] = made  # pyright: ignore[reportPrivateUsage]
-        yield attributes
-
-
-@contextlib.contextmanager
-def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[None]:
-    """Makes `self.buffer = new` in a forward what `self.buffer.copy_(new)` is.
-
-    Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
-
-    Args:
-        model: whose buffers they are.
-        attached: gets what is found and left there.
-
-    Raises:
-        CarriedError: the new tensor has another shape or dtype, and the buffer is in no checkpoint:
-            it is to be an attribute, which may change both.
-        CaptureError: the same of a buffer that is in checkpoints.
-    """
-    modules = [(path, m, dict(m._buffers)) for path, m in model.named_modules()]  # pyright: ignore[reportPrivateUsage]
-    for path, _, before in modules:
-        for name, old in before.items():
-            attached.find(f"{path}.{name}" if path else name, old)
-    yield
-    resized: list[tuple[nn.Module, str, Form]] = []
-    for path, module, before in modules:
-        table: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
-        for name, old in before.items():
-            new = table[name]
-            attached.leave(f"the buffer {path}{'.' if path else ''}{name}", old, new)
-            if new is old:
-                continue
-            table[name] = old
-            form = form_of(new)
-            passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            is_kept = form is None or name not in passing
-            if old is not None and new is not None and new.shape == old.shape:
-                keeps_values = torch.can_cast(new.dtype, old.dtype)  # but for their precision
-                if new.dtype is old.dtype or (is_kept and keeps_values):
-                    old.copy_(new.detach())
-                    continue
-            if form is None or is_kept:
-                raise CaptureError(
-                    f"The step function assigns to the buffer {path}{'.' if path else ''}{name}, "
-                    f"{described(old)}, another tensor, {described(new)}. Register it with the "
-                    f"shape and dtype that it keeps, or with persistent=False if checkpoints need "
-                    f"not have it."
-                )
-            resized.append((module, name, form))
-    if resized:
-        raise CarriedError(resized)
-
-
-@contextlib.contextmanager
-def carried_attributes_written(model: nn.Module, attached: Attached) -> Generator[None]:
-    """Lets modules have the attributes that steps carry, and writes what they are given.
-
-    Args:
-        model: whose modules they are.
-        attached: gets what is found and left there.
-
-    Raises:
-        CarriedError: one was given tensors of another form than it was to have.
-        CaptureError: one had tensors, and lost them.
-    """
-    carried = all_carried(model)
-    buffers = [one.show() for one in carried]
-    register = nn.Module.register_buffer
-
-    def register_buffer(
-        self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        if is_carried(vars(self), name):  # it was a buffer before
-            setattr(self, name, tensor)
-        else:
-            register(self, name, tensor, persistent)
-
-    with exchanged(nn.Module, register_buffer=register_buffer):
-        yield
-    for one, held in zip(carried, buffers, strict=True):
-        pairs = list(zip(held, one.end() or held, strict=True))
-        for old, value in pairs:
-            attached.leave(f"the attribute {one.name} of a {type(one.module).__name__}", old, value)
-        # Copies first: some may be given to each other.
-        for old, value in [(old, v.detach().clone()) for old, v in pairs if v is not old]:
-            old.copy_(value)
-
-
-@contextlib.contextmanager
-def parameter_attributes_written(
-    model: nn.Module,
-    known: Sequence[Attribute],
-    attached: Attached,
-    is_copy: Callable[[torch.Tensor, torch.Tensor], bool],
-) -> Generator[list[Attribute]]:
-    """Lets parameters have their attributes in a forward, and writes to these what it assigns.
-
-    Gives a list for new ones that are copies of their parameters.
-
-    Args:
-        model: whose parameters they are.
-        known: attributes that are buffers meanwhile.
-        attached: gets what is left there.
-        is_copy: whether a tensor has the values that a parameter had when the step began.
-
-    Raises:
-        CaptureError: an attribute is new, and anything else.
-    """
-    new: list[Attribute] = []
-    before = [(found, found.table[found.slot]) for found in known]
-    for found in known:
-        setattr(found.owner, found.name, getattr(found.module, found.key))
-    try:
-        yield new
-        for found in [a for module in model.modules() for a in attributes_of(module)]:
-            value, old = vars(found.owner)[found.name], getattr(found.module, found.key, None)
-            attached.leave(f"the attribute {found.name} of a parameter", old, value)
-            if old is not None and old is not value:
-                old.copy_(value.detach())
-            elif old is None and is_copy(value, found.owner):
-                new.append(found)
-            elif old is None:
-                raise CaptureError(
-                    f"The step function gives the parameter {found.parameter} of a "
-                    f"{type(found.module).__name__} a tensor as its attribute {found.name}, which "
-                    f"the next microbatch or step could read. Assign it before the first step call "
-                    f"(parameter.{found.name} = parameter.data.clone()), or make it a buffer."
-                )
-    finally:
-        for found in [a for module in model.modules() for a in attributes_of(module)]:
-            delattr(found.owner, found.name)
-        for found, value in before:
-            found.table[found.slot] = value

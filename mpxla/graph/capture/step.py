@@ -40,19 +40,19 @@ from mpxla.graph.capture.hooks import (
     refuse_gradient_hooks,
 )
 from mpxla.graph.capture.kept_program import recall_step
-from mpxla.graph.capture.modes import (
-    StepSemantics,
+from mpxla.graph.capture.left_state import (
     assigned_buffers_written,
     carried_attributes_written,
     parameter_attributes_written,
-    traceable,
 )
+from mpxla.graph.capture.modes import StepSemantics
 from mpxla.graph.capture.modules import modules_noted
 from mpxla.graph.capture.own_parameters import Former, OwnParameters
 from mpxla.graph.capture.pieces import Joins
 from mpxla.graph.capture.recorder import BackwardRecorder, recording_to
 from mpxla.graph.capture.retained import backward_told
 from mpxla.graph.capture.sparse import refuse_sparse
+from mpxla.graph.capture.surroundings import traceable
 from mpxla.graph.capture.tensor_places import Attribute, NewAttributesError
 from mpxla.graph.capture.transforms import transforms_captured
 from mpxla.graph.capture.whole_parameters import WholeParameters

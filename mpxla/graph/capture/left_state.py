@@ -1,0 +1,155 @@
+"""What a captured step leaves in buffers and in attributes of modules and parameters.
+
+Export sees writes to the tensors of buffers only; what is assigned becomes one.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpxla.errors import CaptureError
+from mpxla.graph.capture.attached import Attached
+from mpxla.graph.capture.carried import CarriedError, Form, all_carried, form_of, is_carried
+from mpxla.graph.capture.tensor_places import Attribute, attributes_of
+from mpxla.graph.capture.writes import described
+from mpxla.graph.exchanged import exchanged
+
+__all__ = [
+    "assigned_buffers_written",
+    "carried_attributes_written",
+    "parameter_attributes_written",
+]
+
+
+@contextlib.contextmanager
+def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[None]:
+    """Makes `self.buffer = new` in a forward what `self.buffer.copy_(new)` is.
+
+    Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
+
+    Args:
+        model: whose buffers they are.
+        attached: gets what is found and left there.
+
+    Raises:
+        CarriedError: the new tensor has another shape or dtype, and the buffer is in no checkpoint:
+            it is to be an attribute, which may change both.
+        CaptureError: the same of a buffer that is in checkpoints.
+    """
+    modules = [(path, m, dict(m._buffers)) for path, m in model.named_modules()]  # pyright: ignore[reportPrivateUsage]
+    for path, _, before in modules:
+        for name, old in before.items():
+            attached.find(f"{path}.{name}" if path else name, old)
+    yield
+    resized: list[tuple[nn.Module, str, Form]] = []
+    for path, module, before in modules:
+        table: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
+        for name, old in before.items():
+            new = table[name]
+            attached.leave(f"the buffer {path}{'.' if path else ''}{name}", old, new)
+            if new is old:
+                continue
+            table[name] = old
+            form = form_of(new)
+            passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            is_kept = form is None or name not in passing
+            if old is not None and new is not None and new.shape == old.shape:
+                keeps_values = torch.can_cast(new.dtype, old.dtype)  # but for their precision
+                if new.dtype is old.dtype or (is_kept and keeps_values):
+                    old.copy_(new.detach())
+                    continue
+            if form is None or is_kept:
+                raise CaptureError(
+                    f"The step function assigns to the buffer {path}{'.' if path else ''}{name}, "
+                    f"{described(old)}, another tensor, {described(new)}. Register it with the "
+                    f"shape and dtype that it keeps, or with persistent=False if checkpoints need "
+                    f"not have it."
+                )
+            resized.append((module, name, form))
+    if resized:
+        raise CarriedError(resized)
+
+
+@contextlib.contextmanager
+def carried_attributes_written(model: nn.Module, attached: Attached) -> Generator[None]:
+    """Lets modules have the attributes that steps carry, and writes what they are given.
+
+    Args:
+        model: whose modules they are.
+        attached: gets what is found and left there.
+
+    Raises:
+        CarriedError: one was given tensors of another form than it was to have.
+        CaptureError: one had tensors, and lost them.
+    """
+    carried = all_carried(model)
+    buffers = [one.show() for one in carried]
+    register = nn.Module.register_buffer
+
+    def register_buffer(
+        self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        if is_carried(vars(self), name):  # it was a buffer before
+            setattr(self, name, tensor)
+        else:
+            register(self, name, tensor, persistent)
+
+    with exchanged(nn.Module, register_buffer=register_buffer):
+        yield
+    for one, held in zip(carried, buffers, strict=True):
+        pairs = list(zip(held, one.end() or held, strict=True))
+        for old, value in pairs:
+            attached.leave(f"the attribute {one.name} of a {type(one.module).__name__}", old, value)
+        # Copies first: some may be given to each other.
+        for old, value in [(old, v.detach().clone()) for old, v in pairs if v is not old]:
+            old.copy_(value)
+
+
+@contextlib.contextmanager
+def parameter_attributes_written(
+    model: nn.Module,
+    known: Sequence[Attribute],
+    attached: Attached,
+    is_copy: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> Generator[list[Attribute]]:
+    """Lets parameters have their attributes in a forward, and writes to these what it assigns.
+
+    Gives a list for new ones that are copies of their parameters.
+
+    Args:
+        model: whose parameters they are.
+        known: attributes that are buffers meanwhile.
+        attached: gets what is left there.
+        is_copy: whether a tensor has the values that a parameter had when the step began.
+
+    Raises:
+        CaptureError: an attribute is new, and anything else.
+    """
+    new: list[Attribute] = []
+    before = [(found, found.table[found.slot]) for found in known]
+    for found in known:
+        setattr(found.owner, found.name, getattr(found.module, found.key))
+    try:
+        yield new
+        for found in [a for module in model.modules() for a in attributes_of(module)]:
+            value, old = vars(found.owner)[found.name], getattr(found.module, found.key, None)
+            attached.leave(f"the attribute {found.name} of a parameter", old, value)
+            if old is not None and old is not value:
+                old.copy_(value.detach())
+            elif old is None and is_copy(value, found.owner):
+                new.append(found)
+            elif old is None:
+                raise CaptureError(
+                    f"The step function gives the parameter {found.parameter} of a "
+                    f"{type(found.module).__name__} a tensor as its attribute {found.name}, which "
+                    f"the next microbatch or step could read. Assign it before the first step call "
+                    f"(parameter.{found.name} = parameter.data.clone()), or make it a buffer."
+                )
+    finally:
+        for found in [a for module in model.modules() for a in attributes_of(module)]:
+            delattr(found.owner, found.name)
+        for found, value in before:
+            found.table[found.slot] = value
