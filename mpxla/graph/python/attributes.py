@@ -24,6 +24,7 @@ from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of,
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead
+from mpxla.graph.python.hook_tables import HookTables
 from mpxla.graph.python.made_objects import keep_made
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
@@ -80,6 +81,7 @@ class AttributeLog:
         containers: lists and dictionaries that were read, which the step may fill.
         forms: of the tensors that it has given attributes.
         recorded: attributes of objects whose tensors are there when the step has run.
+        hooks: of its modules.
     """
 
     held: dict[int, Held]
@@ -93,6 +95,11 @@ class AttributeLog:
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
     recorded: set[tuple[int, str]] = field(default_factory=set)
+    hooks: HookTables = field(init=False)
+
+    def __post_init__(self) -> None:
+        values = (one.value for one in self.held.values())
+        self.hooks = HookTables(value for value in values if isinstance(value, nn.Module))
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -294,17 +301,19 @@ class AttributeLog:
         return any(name.rpartition(".")[0] in owners for name in names)
 
     def left(self) -> list[Callable[[], None]]:
-        """Put back what the step has left of plain values in attributes."""
+        """Put back what the step has left of plain values in attributes, and its hooks."""
         places = [(self.held[owner], key) for owner, key in self.before]
         known = [(own, key, own.get(key)) for own, key in places]
-        return [partial(own.put, k, v) for own, k, v in known if v is not MISSING and is_simple(v)]
+        values = [(own, key, v) for own, key, v in known if v is not MISSING and is_simple(v)]
+        return [*self.hooks.left(), *(partial(own.put, key, v) for own, key, v in values)]
 
     def left_carried(self) -> list[Callable[[], None]]:
         """Put tensors where the step will give some."""
         return [self._carried(place).start for place in self._started()]
 
     def restore(self) -> None:
-        """Gives attributes their plain values of before."""
+        """Gives attributes their plain values of before, and modules their hooks."""
+        self.hooks.restore()
         for (owner_id, key), value in self.before.items():
             owner = self.held[owner_id]
             if is_simple(value) and is_simple(owner.get(key)):

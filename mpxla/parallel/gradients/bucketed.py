@@ -460,7 +460,7 @@ class BucketedReduction:
         return sum_gradients(self._programs, groups, dtypes)
 
     @property
-    def _counted_elsewhere(self) -> set[str]:
+    def _counted_elsewhere(self) -> frozenset[str]:
         """What this rank trains and has from an earlier reduction, which another holder adds.
 
         Every holder would else add the whole of it. What was added since is each holder's own.
