@@ -232,11 +232,16 @@ class GradientNorm:
         return self._backend.publish([norm])[0]
 
     def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are all gradients of this rank, or all of its parameters; and no others."""
+        """Whether these are all gradients, or parameters, that this rank has of some models.
+
+        None at all may be those of a model of which it has none.
+        """
         given = {id(tensor) for tensor in tensors}
-        held = self._held()
-        gradients = {id(g) for p in held if (g := gradient_here(p)) is not None}
-        return given in (gradients, {id(p) for p in held}, {id(p) for p in held if p.requires_grad})
+        kinds = zip(*map(_ids, self._placed), strict=True)
+        if not given:
+            return any(not ids for of_models in kinds for ids in of_models)
+        meant = ([i for i in of_models if not given.isdisjoint(i)] for of_models in kinds)
+        return any(given == set().union(*ids) for ids in meant)
 
     def knows(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether some of these are parameters, update copies or gradients of this rank."""
@@ -272,6 +277,13 @@ class GradientNorm:
                     is_first = store.ranks[name][0] == pp_rank
                     found[id(owner)] = owner, is_first and self._counts(reducer.label, name)
         return list(found.values())
+
+
+def _ids(store: ParameterStore) -> tuple[set[int], set[int], set[int]]:
+    """Of gradients that a model has on this rank, of its parameters, and of those it trains."""
+    held = [parameter for _, parameter in store.state.local_parameters()]
+    gradients = {id(g) for p in held if (g := gradient_here(p)) is not None}
+    return gradients, {id(p) for p in held}, {id(p) for p in held if p.requires_grad}
 
 
 def _dtype_of_norm(tensors: Sequence[torch.Tensor]) -> torch.dtype:

@@ -10,8 +10,8 @@ Scripts may have imported the functions by name long ago, so the functions thems
 their bodies are exchanged: inside torch's `no_grad` wrapper (torch 2.9), and the code of
 torch_xla's `clip_grad_norm_`, which torch's gives way to once torch_xla is imported (2.9).
 
-`get_total_norm` takes tensors. Given all gradients (or parameters) of the model that a rank holds,
-it gives the norm over all ranks; given some of them, that of this rank, with a warning.
+`get_total_norm` takes tensors. Given all gradients (or parameters) that a rank holds of some
+models, it gives the norm over all ranks; given some of them, that of this rank, with a warning.
 """
 
 from collections.abc import Callable, Iterable

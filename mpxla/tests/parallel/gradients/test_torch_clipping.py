@@ -105,6 +105,37 @@ def test_torchs_functions_see_what_belongs_to_the_model(world_size, config):
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 
+def norms_of_two():
+    """Of the gradients of two models, each on its own, and of both together."""
+    smp.init({"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0})
+    first, second = Tied(), nn.Linear(6, 2)
+    smp.set_partition(first.middle, 1)
+    models = smp.DistributedModel(first), smp.DistributedModel(second)
+
+    @smp.step
+    def step(first, second, x):
+        loss = second(first(x)).square().sum()
+        first.backward(loss)
+
+    step(*models, batch())
+    given = [[p.grad for p in model.parameters() if p.grad is not None] for model in models]
+    with logged() as lines:
+        found = [get_total_norm(grads).item() for grads in (*given, [*given[0], *given[1]])]
+    return found, [len(grads) for grads in given], lines
+
+
+def test_norms_of_several_models():
+    first, second = Tied(), nn.Linear(6, 2)
+    second(first(batch())).square().sum().backward()
+    given = [[p.grad for p in model.parameters()] for model in (first, second)]
+    expected = [get_total_norm(grads).item() for grads in (*given, [*given[0], *given[1]])]
+    results = run_ranks(norms_of_two, 2)
+    assert [counts[1] for _, counts, _ in results] == [2, 0]
+    for found, _, lines in results:
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert lines == []
+
+
 def count_what_it_costs(config):
     """Collectives, programs and values read back, of clipping and updating, after the first."""
     from mpxla.session import current
