@@ -24,8 +24,8 @@ from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of,
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead
-from mpxla.graph.python.hook_tables import HookTables
 from mpxla.graph.python.made_objects import keep_made
+from mpxla.graph.python.module_tables import ModuleTables
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.python.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
@@ -81,7 +81,7 @@ class AttributeLog:
         containers: lists and dictionaries that were read, which the step may fill.
         forms: of the tensors that it has given attributes.
         recorded: attributes of objects whose tensors are there when the step has run.
-        hooks: of its modules.
+        tables: of hooks and parts of modules.
     """
 
     held: dict[int, Held]
@@ -95,11 +95,11 @@ class AttributeLog:
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
     recorded: set[tuple[int, str]] = field(default_factory=set)
-    hooks: HookTables = field(init=False)
+    tables: ModuleTables = field(init=False)
 
     def __post_init__(self) -> None:
         values = (one.value for one in self.held.values())
-        self.hooks = HookTables(value for value in values if isinstance(value, nn.Module))
+        self.tables = ModuleTables(value for value in values if isinstance(value, nn.Module))
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -301,22 +301,22 @@ class AttributeLog:
         return any(name.rpartition(".")[0] in owners for name in names)
 
     def left(self) -> list[Callable[[], None]]:
-        """Put back what the step has left of plain values in attributes, and its hooks."""
+        """Put back what it has left of plain values and callables, hooks and parts of modules."""
         places = [(self.held[owner], key) for owner, key in self.before]
         known = [(own, key, own.get(key)) for own, key in places]
-        values = [(own, key, v) for own, key, v in known if v is not MISSING and is_simple(v)]
-        return [*self.hooks.left(), *(partial(own.put, key, v) for own, key, v in values)]
+        values = [(own, key, v) for own, key, v in known if v is not MISSING and _is_whole(v)]
+        return [*self.tables.left(), *(partial(own.put, key, v) for own, key, v in values)]
 
     def left_carried(self) -> list[Callable[[], None]]:
         """Put tensors where the step will give some."""
         return [self._carried(place).start for place in self._started()]
 
     def restore(self) -> None:
-        """Gives attributes their plain values of before, and modules their hooks."""
-        self.hooks.restore()
+        """Gives attributes plain values and callables of before, and modules hooks and parts."""
+        self.tables.restore()
         for (owner_id, key), value in self.before.items():
             owner = self.held[owner_id]
-            if is_simple(value) and is_simple(owner.get(key)):
+            if _is_whole(value) and _is_whole(owner.get(key)):
                 owner.put(key, value)
         for place in self._started():
             self.held[place[0]].put(place[1], self.before[place])
@@ -381,6 +381,11 @@ def _is_of_user(key: str) -> bool:
 def is_simple(value: Any) -> bool:
     """Whether it can be given back: no container, which may have changed in place."""
     return value is MISSING or isinstance(value, SIMPLE)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether an attribute can be given it back; a method, say, that a flag says is wrapped."""
+    return is_simple(value) or callable(value)
 
 
 def refusal(name: str, line: str) -> CaptureError:

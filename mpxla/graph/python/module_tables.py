@@ -1,8 +1,8 @@
-"""Hooks that a step gives modules while it is captured.
+"""Hooks and parts that a step gives modules while it is captured.
 
 A flag often says that they are there, so that they are registered once (transformers does so to
-collect hidden states). Captures set flags back: without their hooks, the next capture would
-register these once more, and collect everything twice.
+collect hidden states). Captures set flags back: without what goes with them, the next capture would
+register hooks once more, and collect everything twice.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,16 +11,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["HookTables"]
+__all__ = ["ModuleTables"]
 
 _Table = dict[Any, Any]
 
 
-class HookTables:
-    """The tables of hooks of some modules, with what they hold now."""
+class ModuleTables:
+    """The tables of hooks and of parts of some modules, with what they hold now."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        tables = (v for m in modules for k, v in vars(m).items() if "_hooks" in k)
+        named = (pair for module in modules for pair in vars(module).items())
+        tables = (table for name, table in named if "_hooks" in name or name == "_modules")
         self._before = [(table, dict(table)) for table in tables if isinstance(table, dict)]
 
     def left(self) -> list[Callable[[], None]]:
@@ -33,7 +34,11 @@ class HookTables:
             _refill(table, before)
 
     def _changed(self) -> list[tuple[_Table, _Table]]:
-        return [(table, before) for table, before in self._before if [*table] != [*before]]
+        return [(now, before) for now, before in self._before if _entries(now) != _entries(before)]
+
+
+def _entries(table: _Table) -> list[tuple[Any, int]]:
+    return [(key, id(value)) for key, value in table.items()]
 
 
 def _refill(table: _Table, content: _Table) -> None:
