@@ -44,12 +44,18 @@ def train_plainly(model, averaged=None, counts=(NUM_STEPS,)):
             averaged.update_parameters(model)
 
 
-def train(path):
-    smp.init(TP)
+def wrapped(**keys):
+    """A model whose layers are split, and its optimizer, on this rank."""
+    smp.init({**TP, **keys})
     module = raw()
     smp.set_tensor_parallelism(module)
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    return model, optimizer
+
+
+def train(path):
+    model, optimizer = wrapped()
     averaged = AveragedModel(model, **EMA)
 
     @smp.step
@@ -115,11 +121,7 @@ def penalized(model, ids):
 
 
 def train_penalized(stages):
-    smp.init({**TP, "pipeline_parallel_degree": stages})
-    module = raw()
-    smp.set_tensor_parallelism(module)
-    model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    model, optimizer = wrapped(pipeline_parallel_degree=stages)
 
     @smp.step
     def step(model, ids):
@@ -153,11 +155,7 @@ def test_parameters_outside_of_their_layers(stages):
 
 
 def train_unevenly(counts):
-    smp.init(TP)
-    module = raw()
-    smp.set_tensor_parallelism(module)
-    model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    model, optimizer = wrapped()
 
     @smp.step
     def step(model, ids):

@@ -26,7 +26,6 @@ __all__ = [
     "has_no_others",
     "is_as_left",
     "missing_entries",
-    "refill",
     "tensor_entries",
     "with_other_tensors",
 ]
@@ -120,12 +119,6 @@ def with_other_tensors(container: Any) -> Any:
 
     found = pytree.tree_map(other, container)
     return found if count else None
-
-
-def refill(container: Any, content: Any) -> None:
-    """Gives a list, a deque or a dictionary what a copy of it holds."""
-    container.clear()
-    (container.update if isinstance(container, dict) else container.extend)(content)
 
 
 def is_as_left(pair: tuple[Any, Any]) -> bool:

@@ -17,9 +17,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.graph.python.attributes import CONTAINERS, AttributeLog, is_simple
-from mpxla.graph.python.container_state import entry, refill
+from mpxla.graph.python.container_state import entry
 from mpxla.graph.python.number import Number, is_number, text_without_value, values_in
-from mpxla.graph.python.plain import MISSING, SIMPLE, Change, Read
+from mpxla.graph.python.plain import MISSING, SIMPLE, Change, Read, refill
 from mpxla.graph.python.recorded import Before, Recorded, is_recordable, may_be_appended
 from mpxla.graph.user_code import AgainError
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from mpxla.graph.python.plain import refill
+
 __all__ = ["ModuleTables"]
 
 _Table = dict[Any, Any]
@@ -26,12 +28,12 @@ class ModuleTables:
 
     def left(self) -> list[Callable[[], None]]:
         """Put back what they hold now."""
-        return [partial(_refill, table, dict(table)) for table, _ in self._changed()]
+        return [partial(refill, table, dict(table)) for table, _ in self._changed()]
 
     def restore(self) -> None:
         """Gives them what they held before."""
         for table, before in self._changed():
-            _refill(table, before)
+            refill(table, before)
 
     def _changed(self) -> list[tuple[_Table, _Table]]:
         return [(now, before) for now, before in self._before if _entries(now) != _entries(before)]
@@ -39,8 +41,3 @@ class ModuleTables:
 
 def _entries(table: _Table) -> list[tuple[Any, int]]:
     return [(key, id(value)) for key, value in table.items()]
-
-
-def _refill(table: _Table, content: _Table) -> None:
-    table.clear()
-    table.update(content)

@@ -40,6 +40,7 @@ __all__ = [
     "change",
     "entries_of",
     "plain",
+    "refill",
 ]
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -251,6 +252,12 @@ def _is_flat(value: Any) -> bool:
     if type(value) is tuple:
         return all(isinstance(part, _PLAIN) for part in cast(tuple[Any, ...], value))
     return isinstance(value, _PLAIN)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Gives a list, a deque or a dictionary what a copy of it holds."""
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(content)
 
 
 def change(name: str, before: Any, now: Any) -> Change | None:

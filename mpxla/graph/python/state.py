@@ -41,7 +41,6 @@ from mpxla.graph.python.attributes import (
 from mpxla.graph.python.container_state import (
     has_no_others,
     is_as_left,
-    refill,
     with_other_tensors,
 )
 from mpxla.graph.python.counted import (
@@ -56,7 +55,7 @@ from mpxla.graph.python.decisions import OfModelError
 from mpxla.graph.python.held_objects import Held
 from mpxla.graph.python.left_numbers import RecordRead, may_go_on
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
-from mpxla.graph.python.plain import MISSING, Change, Read, plain
+from mpxla.graph.python.plain import MISSING, Change, Read, plain, refill
 from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import AgainError, OutsideWriteError, UndecidedError, ValueNeededError
