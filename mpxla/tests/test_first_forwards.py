@@ -28,6 +28,17 @@ class Twice:
         return 2 * self.function(*args)
 
 
+class TwiceByTensor(Twice):
+    """Doubles with a tensor that it makes, so that a step that makes it keeps it."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.factor = torch.full((4,), 2.0)
+
+    def __call__(self, *args):
+        return self.factor * self.function(*args)
+
+
 class SetUp(nn.Module):
     """Something doubles what its first layer gives, and so counts how often it was set up."""
 
@@ -58,6 +69,10 @@ class SetUp(nn.Module):
 
     def wrap_function(self):
         self.function = functools.partial(lambda f, x: 2 * f(x), self.function)
+
+    def wrap_made(self):
+        self.made = TwiceByTensor(getattr(self, "made", torch.tanh))
+        self.function = self.made
 
 
 def plain_loss(model, x):
@@ -107,6 +122,10 @@ CASES = [
     pytest.param(way, loss_of, marks=[pytest.mark.slow] * ((way, loss_of) not in FAST))
     for way in WAYS
     for loss_of in (plain_loss, after_inputs, by_the_model)
+]
+CASES += [
+    pytest.param("wrap_made", plain_loss),
+    pytest.param("wrap_made", after_inputs, marks=pytest.mark.slow),
 ]
 
 

@@ -558,8 +558,8 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
         recorder, owner = current_recorder(), object.__getattribute__(self, "__dict__")
         if recorder is not None:
             tables = owner, *(owner.get(table, {}) for table in _TABLES)
-            if all(table.get(name) is None for table in tables):
-                keep_made(value, log.held, (id(owner), name), recorder.value_of)
+            before = next((t[name] for t in tables if t.get(name) is not None), None)
+            keep_made(value, before, log.held, (id(owner), name), recorder.value_of)
         if recorder is not None and not isinstance(value, nn.Module):
             written = value
             tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]

@@ -42,13 +42,14 @@ class Held:
         value: the object; another one once it was replaced.
         places: where it is held. Each gives what is there, and says of which attribute of an object
             (its table, the name) that is a part; None for a global.
-        made: attributes that have got what the step had made (`made_objects.py`).
+        made: attributes that have got what the step had made, with that and what was there before
+            (`made_objects.py`).
     """
 
     name: str
     value: Any
     places: list[tuple[Callable[[], Any], tuple[int, str] | None]] = field(default_factory=list)
-    made: set[str] = field(default_factory=set)
+    made: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def table(self) -> dict[str, Any]:

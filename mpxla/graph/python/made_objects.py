@@ -7,6 +7,9 @@ A capture has no tensors with values. So where all of those that such an object 
 the object gets them with their values, and the place gets the object before the step is captured
 once more. From there on it is an object as any other that is held.
 
+What is made in its place then goes by something else than the place (`if not self.is_built: ...`),
+and may have been made of what stood there. The place has nothing again before the next capture.
+
 This module must not know how a step is captured.
 """
 
@@ -18,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.python.held_objects import Held, contents_of, has_attributes
+from mpxla.graph.python.plain import MISSING
 from mpxla.graph.user_code import AgainError
 
 __all__ = ["keep_made"]
@@ -26,21 +30,29 @@ _MOST_PARTS = 5000
 
 
 class _MadeError(AgainError):
-    """A step function has made an object that is to be there before."""
+    """A step function has made an object that is to be there before, or is not to be."""
 
     def __init__(self, held: Held, key: str, made: Any):
         super().__init__(f"{held.name}.{key}")
         self._place, self._made = (held, key), made
 
     def prepare(self) -> None:
-        """Puts it there."""
+        """Puts it there; None stands for nothing, which was there before."""
         held, key = self._place
-        held.made.add(key)  # once: what is taken away when it was used would come again
-        setattr(held.value, key, self._made)
+        if self._made is not None:
+            held.made[key] = self._made, getattr(held.value, key, MISSING)
+            setattr(held.value, key, self._made)
+            return
+        before = held.made[key][1]  # stays in it: the place is not filled again
+        if before is MISSING:
+            delattr(held.value, key)
+        else:
+            setattr(held.value, key, before)
 
 
 def keep_made(
     value: Any,
+    before: Any,
     held: Mapping[int, Held],
     place: tuple[int, str],
     value_of: Callable[[torch.Tensor], torch.Tensor | None],
@@ -48,16 +60,23 @@ def keep_made(
     """Has an object that a step has made kept, with values for its tensors, if it has all.
 
     Args:
-        value: given to an attribute that has had nothing.
+        value: given to an attribute.
+        before: what the attribute has had.
         held: objects of before, by the id of their attributes.
         place: the id of the attributes, and the name.
         value_of: gives the value of a tensor of the capture; None if it is no constant.
 
     Raises:
-        AgainError: it is kept, and the step is to be captured again.
+        AgainError: it is kept, or what was kept there is gone; the step is to be captured again.
     """
     owner = held.get(place[0])
-    if owner is None or place[1] in owner.made or not _is_open(value) or id(vars(value)) in held:
+    if owner is None:
+        return
+    if place[1] in owner.made:
+        if before is owner.made[place[1]][0] and value is not before:
+            raise _MadeError(owner, place[1], None)
+        return
+    if before is not None or not _is_open(value) or id(vars(value)) in held:
         return
     found: list[tuple[Any, Any, Any]] = []
     waiting, seen, is_kept = [value], set[int](), isinstance(value, nn.Module)
