@@ -14,7 +14,9 @@ its hooks and the modules that share its weights. What it is called with is equa
 meet varying ones, see `graph/tensor/varying.py`.
 """
 
+import contextlib
 import functools
+from collections.abc import Generator
 from enum import Enum
 from typing import Any
 
@@ -34,6 +36,7 @@ __all__ = [
     "make_whole",
     "shards_of",
     "split",
+    "whole_layers",
 ]
 
 _BEFORE = "_mpxla_before_split"
@@ -175,6 +178,26 @@ def make_whole(model: nn.Module) -> None:
         for name, value in vars(module).pop(_BEFORE, {}).items():
             setattr(module, name, value)
         vars(module).pop(SHARDS, None)
+
+
+@contextlib.contextmanager
+def whole_layers(model: nn.Module) -> Generator[None]:
+    """While this lasts, split layers are what they were before; for a model with whole parameters.
+
+    The caller exchanges those.
+    """
+    changed = [
+        (module, name, getattr(module, name))
+        for module in model.modules()
+        for name in (*vars(module).get(_BEFORE, ()), _BEFORE, SHARDS)
+        if hasattr(module, name)
+    ]
+    make_whole(model)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
 
 
 def _tell_sizes(module: Any, style: Style, size: int) -> None:

@@ -26,7 +26,8 @@ from mpxla.parallel.state_dicts import (
     gather_on_first,
     to_host,
 )
-from mpxla.runtime.state import ModelState
+from mpxla.parallel.summoned import summoned
+from mpxla.runtime.state import ModelState, with_versions
 from mpxla.session import Session
 
 __all__ = ["NoSuchAttributeError", "PartitionedModule"]
@@ -205,16 +206,18 @@ class PartitionedModule(nn.Module):
         self._require_partition("local_state_dict")
         self._state.check_divided()
         names = self._state.canonical_names
+        own: Any = self.module.state_dict(keep_vars=True)
         local = {
             name: value
-            for name, value in self.module.state_dict(keep_vars=True).items()
+            for name, value in own.items()
             if name not in names or self._state.holds(names[name])
         }
         whole = {
-            name: self._whole(names[name]) for name in local if names.get(name) in self._state.parts
+            name: self.joined(names[name]) for name in local if names.get(name) in self._state.parts
         }
         local = {name: value for name, value in local.items() if name not in whole}
-        return {**to_host(local, self._backend), **whole, PARTIAL_KEY: True}
+        values = {**to_host(local, self._backend), **whole, PARTIAL_KEY: True}
+        return with_versions(values, own._metadata)
 
     def _loading(self) -> AbstractContextManager[None]:
         """Around a call of the user that loads values: all ranks make it, if some are divided."""
@@ -241,7 +244,7 @@ class PartitionedModule(nn.Module):
         group = session.topology.rdp_group(session.rank)
         check_equal_values(session.state_objects, group, given)
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def joined(self, name: str) -> torch.Tensor:
         """A divided parameter on the host. All ranks of the sharding group call it."""
         session, shard = self._session, self._state.shards[name]
         group = session.topology.sdp_group(session.rank)
@@ -266,29 +269,13 @@ class PartitionedModule(nn.Module):
         """
         if args or kwargs:
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
-        own = self.module.state_dict(keep_vars=True)
+        own: Any = self.module.state_dict(keep_vars=True)
+        if self._state.is_lent:
+            return {} if gather_to_rank0 and self._session.rank else own
         if not self.partitioned:
-            if self._awaits_values:
-                raise MpxlaError(
-                    "model.state_dict was called before the first step, in which the values of the "
-                    "checkpoint are loaded; call it after a step (one without model.backward will "
-                    "do)."
-                )
-            tensors = {n: v for n, v in own.items() if isinstance(v, torch.Tensor)}
-            delayed = [name for name, value in tensors.items() if is_delayed(value)]
-            shared = [n for n, v in tensors.items() if v.is_meta and n not in delayed]
-            if shared:
-                raise MpxlaError(
-                    f"model.state_dict was called before the first step of this model, and "
-                    f"{shared[0]}, which it shares with another one, is on its rank already; call "
-                    f"it after the first step that uses this model."
-                )
-            if delayed:
-                raise MpxlaError(
-                    f"model.state_dict was called before the first step, and {delayed[0]} has no "
-                    f"values yet (smp.delay_param_initialization); call it after the first step."
-                )
-            return self.given.note(self.with_whole_tensors(to_host(own, self._backend)))
+            self.check_values("model.state_dict", own)
+            values = self.with_whole_tensors(to_host(own, self._backend))
+            return with_versions(self.given.note(values), own._metadata)
         session = self._session
         group = session.topology.pp_group(session.rank)
         on_first = gather_to_rank0 and not self.shards_of_tensors
@@ -300,7 +287,35 @@ class PartitionedModule(nn.Module):
         # Names of one tensor share it, as in torch: those who save files write it once.
         names, first = self._state.canonical_names, self._state.names_now
         full = {name: full.get(first.get(names.get(name, ""), name), v) for name, v in full.items()}
-        return {} if gather_to_rank0 and session.rank else self.given.note(full)
+        if gather_to_rank0 and session.rank:
+            return {}
+        return with_versions(self.given.note(full), own._metadata)
+
+    def check_values(self, what: str, own: Mapping[str, Any]) -> None:
+        """Checks that a model that is not partitioned has values of its tensors, for a call `what`.
+
+        Raises:
+            MpxlaError: it has not.
+        """
+        if self._awaits_values:
+            raise MpxlaError(
+                f"{what} was called before the first step, in which the values of the checkpoint "
+                f"are loaded; call it after a step (one without model.backward will do)."
+            )
+        tensors = {n: v for n, v in own.items() if isinstance(v, torch.Tensor)}
+        delayed = [name for name, value in tensors.items() if is_delayed(value)]
+        shared = [n for n, v in tensors.items() if v.is_meta and n not in delayed]
+        if shared:
+            raise MpxlaError(
+                f"{what} was called before the first step of this model, and {shared[0]}, which it "
+                f"shares with another one, is on its rank already; call it after the first step "
+                f"that uses this model."
+            )
+        if delayed:
+            raise MpxlaError(
+                f"{what} was called before the first step, and {delayed[0]} has no values yet "
+                f"(smp.delay_param_initialization); call it after the first step."
+            )
 
     def with_whole_tensors(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values with split parameters put together. All ranks of the group call it."""
@@ -315,6 +330,29 @@ class PartitionedModule(nn.Module):
             shard = self.shards_of_tensors[names.get(name, name)]
             whole[name] = shard.join([part[name] for part in parts])
         return {**values, **whole}
+
+    def summon_full_params(self, writeback: bool = True) -> AbstractContextManager[nn.Module]:
+        """Gives the user's module whole parameters and buffers, on the host of every rank.
+
+            with model.summon_full_params() as module:
+                module.generate(ids)
+                module.head.weight.clamp_(-1, 1)  # alike on all ranks
+
+        All ranks of the job enter and leave the block together, between steps. In it the module is
+        a plain one, which can be called, copied, saved and changed, on the memory of the whole
+        model. Its parameters are other objects than outside: take them from the module, in the
+        block. Steps, updates and loading come after it.
+
+        Args:
+            writeback: what the block writes goes to the model's own tensors. (Otherwise it is
+                dropped, and nothing is compared between ranks.)
+
+        Raises:
+            StepError: a parameter has a gradient at the end of the block.
+            RankMismatch: ranks have written other values.
+            MpxlaError: the model has no values yet, before the first step.
+        """
+        return summoned(self, self._session, writeback)
 
     def together(self, what: str, ranks: Group) -> AbstractContextManager[None]:
         """Around a call of the user that several ranks make together. See `DistributedModel`."""

@@ -29,7 +29,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.nn.distribute import check_wholes, without_shards
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.sharded import refuse_with_parts
-from mpxla.runtime.state import load_into
+from mpxla.runtime.state import load_into, with_versions
 
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
@@ -131,7 +131,7 @@ class DistributedCopy(PartitionedModule):
         self.settle()
         destination = kwargs.pop("destination", None)
         prefix, _ = kwargs.pop("prefix", ""), kwargs.pop("keep_vars", None)
-        full = super().state_dict(*args, **kwargs)
+        full: Any = super().state_dict(*args, **kwargs)
         # As in torch, averages may be written to what a state dict holds: `value.lerp_(other, w)`.
         self._shown = {}
         for name, value in self.module.state_dict().items():
@@ -141,9 +141,12 @@ class DistributedCopy(PartitionedModule):
                 full[name] = value
             else:
                 self._shown[name] = full[name], full[name]._version
+        named = {prefix + name: value for name, value in full.items()}
+        versions = {(prefix + name).strip("."): v for name, v in full._metadata.items()}
         if destination is None:
-            return {prefix + name: value for name, value in full.items()}
-        destination.update({prefix + name: value for name, value in full.items()})
+            return with_versions(named, versions)
+        destination.update(named)
+        destination._metadata.update(versions)
         return destination
 
     def load_state_dict(  # type: ignore[override]
@@ -154,7 +157,8 @@ class DistributedCopy(PartitionedModule):
         parts = without_shards(state_dict, self.shards_of_tensors, self.canonical_names)
         self._backend.forget(self.parameters())  # torch may swap them
         self._shown = {}
-        result = load_into(self.module, parts, strict)
+        versions = getattr(state_dict, "_metadata", {})
+        result = load_into(self.module, parts, strict, versions)
         self.settle()
         return result
 

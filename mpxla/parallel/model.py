@@ -203,21 +203,23 @@ class DistributedModel(PartitionedModule):
         Raises:
             StepError: called outside with several stages.
         """
-        if current_recorder() is None and not self._is_single:
+        is_plain = current_recorder() is None and not self._state.is_lent
+        if is_plain and not self._is_single:
             raise StepError(
                 "the model was called outside a step function. With pipeline_parallel_degree > 1 "
-                "its parts live on different ranks: call it in a function decorated with @smp.step."
+                "its parts live on different ranks: call it in a function decorated with "
+                "@smp.step, or in a block of model.summon_full_params()."
             )
-        if current_recorder() is None:
+        if is_plain:
             check_whole(self._state)
             if self._is_single and not self._engine.is_tracing:
                 self._engine.adopt_single_stage(self.label)  # what the model has got since
-        if current_recorder() is None and self._plain_backward is not None:
+        if is_plain and self._plain_backward is not None:
             self._plain_backward.watch()
         if self._compute_dtype is None:
             return self.module(*args, **kwargs)
         # In steps the backward starts from the loss scale; a plain one from what autograd gives.
-        scale = 1.0 if current_recorder() is not None else self.begin_with_loss_scale()
+        scale = self.begin_with_loss_scale() if is_plain else 1.0
         args, kwargs = narrowed((args, kwargs), self._compute_dtype)
         args, kwargs = with_scaled_gradients((args, kwargs), 1.0 / scale)
         results = widened(self.module(*args, **kwargs), self._compute_dtype)
@@ -353,32 +355,36 @@ class DistributedModel(PartitionedModule):
                 values = gather_full(session.state_objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
             strict = False
-        return self._load_parts(values, strict)
+        return self._load_parts(values, strict, getattr(state_dict, "_metadata", {}))
 
-    def _load_parts(self, values: Mapping[str, Any], strict: bool) -> Any:
+    def _load_parts(self, values: Mapping[str, Any], strict: bool, versions: Any) -> Any:
         with self._loading():
-            return self.load_values(values, strict)
+            return self.load_values(values, strict, versions)
 
-    def load_values(self, values: Mapping[str, Any], strict: bool) -> Any:
+    def load_values(self, values: Mapping[str, Any], strict: bool, versions: Any = None) -> Any:
         """Loads whole values; the ranks that divide some of them call it together, with equal ones.
 
-        Of tensors that are split over ranks, values are this rank's parts.
+        Of tensors that are split over ranks, values are this rank's parts. Versions are those of
+        the modules that gave the values, see `load_into`.
 
         Raises:
             RankMismatch: ranks have different values of what they divide.
         """
+        self._state.check_divided()
         self.check_loaded(values)
         self.given = GivenValues()
         self._backend.forget(self.module.parameters())  # torch may swap them
         try:
-            result = load_into(self.module, values, strict)
+            result = load_into(self.module, values, strict, versions)
         finally:
             accept_changes()
         self.store.load_beside(values)
         self._state.forget_writes()
         is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
         if not self.partitioned and is_later:
-            self.register_post_partition_hook(lambda model, _: model._load_parts(values, False))
+            self.register_post_partition_hook(
+                lambda model, _: model._load_parts(values, False, versions)
+            )
         self._backend.flush()
         return result
 

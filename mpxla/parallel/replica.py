@@ -113,7 +113,7 @@ def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
     hosted = [t for t in tensors if t.device.type == "cpu" and t.dim() > 0]
     if len(group) == 1 or not hosted:
         return
-    digests = [_digest_of(tensor) for tensor in hosted]
+    digests = [digest_of(tensor) for tensor in hosted]
     everyone = session.objects.allgather(digests, group)
     for number, tensor in enumerate(hosted):
         if any(other[number] != everyone[0][number] for other in everyone):
@@ -137,7 +137,7 @@ def check_equal_values(
     check_agreement(
         objects,
         group,
-        [f"{name}: {_digest_of(value)}" for name, value in sorted(values.items())],
+        [f"{name}: {digest_of(value)}" for name, value in sorted(values.items())],
         "give other values to model.load_state_dict",
         "Ranks divide these parameters (sharded_data_parallel_degree): each would keep its part of "
         "its own values. Load the same file on all ranks, or send the values of one rank to the "
@@ -145,7 +145,7 @@ def check_equal_values(
     )
 
 
-def _digest_of(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
     """Type, shape and a hash of the bytes of a tensor; waits for it."""
     hashed = hashlib.md5(as_memory(as_bytes(tensor.cpu())), usedforsecurity=False).hexdigest()
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)} with digest {hashed}"

@@ -62,8 +62,9 @@ def check_whole(state: ModelState) -> None:
     if state.shards:
         raise StepError(
             "the model was called outside a step function, and its parameters are divided over "
-            "ranks (sharded_data_parallel_degree): call it in a function decorated with @smp.step; "
-            "one that does not call model.backward serves for evaluation."
+            "ranks (sharded_data_parallel_degree): call it in a function decorated with @smp.step "
+            "(one that does not call model.backward serves for evaluation), or on all ranks in a "
+            "block of model.summon_full_params()."
         )
 
 

@@ -331,8 +331,14 @@ class ParameterStore:
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Parameters take values that may be wider than they: update copies do not round them.
 
-        Values are whole parameters of this rank on the host, by name.
+        Values are whole parameters of this rank on the host, by name. Of those that are as narrow
+        as the parameter, elements that it has already leave those of a wider copy as they are.
         """
+        before = {
+            name: to_host(self.state.parts[name], self.backend)
+            for name, value in values.items()
+            if name in self.state.parts and value.dtype == self.state.parts[name].dtype
+        }
         kept = [value.to(self.state.parameters[name].dtype) for name, value in values.items()]
         self.write(list(values), kept)
         copies = [copy for name in values if (copy := self.copy_of(name)) is not None]
@@ -341,6 +347,11 @@ class ParameterStore:
             for c in copies
             for v in [values[c.name]]
         ]
+        for i, copy in enumerate(copies):
+            held = before.get(copy.name)
+            if held is not None and held.dtype != copy.parameter.dtype:
+                is_new = held != exact[i].to(held.dtype)
+                exact[i] = torch.where(is_new, exact[i], to_host(copy.parameter, self.backend))
         self.backend.assign([copy.parameter for copy in copies], self.backend.put(exact))
 
     def load_masters(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -16,14 +16,14 @@ from torch import nn
 from mpxla.graph.capture.carried import forget_carried
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.layers import make_whole
-from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.session import Session, current, is_initialized
 
 if TYPE_CHECKING:
+    from mpxla.parallel.contents import PartitionedModule
     from mpxla.parallel.model import DistributedModel
 
-__all__ = ["save_whole", "whole_copy"]
+__all__ = ["save_whole", "whole_copy", "whole_values"]
 
 _HOOKS = "_state_dict_hooks"
 _OWN = ("__reduce_ex__", "__deepcopy__")
@@ -43,8 +43,9 @@ def save_whole(model: "DistributedModel", session: Session) -> None:
     module, reference = model.module, weakref.ref(model)
 
     def owner() -> "DistributedModel | None":
-        """The model, unless its session has ended: then there is nobody to ask."""
-        return reference() if is_initialized() and current() is session else None
+        """The model, unless its session has ended, or the module has whole tensors for now."""
+        model = reference() if is_initialized() and current() is session else None
+        return None if model is None or model.tensors.is_lent else model
 
     def gather(saved: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
         model = owner()
@@ -76,29 +77,41 @@ def save_whole(model: "DistributedModel", session: Session) -> None:
         vars(module).update(zip(_OWN, (reduce, copied), strict=True))
 
 
-def whole_copy(model: "DistributedModel", session: Session) -> nn.Module:
-    """A plain copy of the module on the host, without gradients. All ranks of a replica call it."""
-    refuse_with_parts("saving the model as a whole (torch.save)", model.tensors)
+def whole_values(model: "PartitionedModule", session: Session, what: str) -> dict[int, Any]:
+    """Copies of all parameters and buffers, whole and on the host, by the ids of the model's own.
+
+    All ranks of a replica make the call `what` of the user; all ranks of the job, if some
+    parameters are divided.
+    """
     state = model.tensors
     tensors: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     values = {name: tensor.detach() for name, tensor in tensors.items()}
     if model.partitioned:
-        held = state.local_names or frozenset()
+        held = (state.local_names or frozenset()) - state.parts.keys()
         own = {name: value for name, value in values.items() if name in held}
-        local = to_host(own, session.backend)
         group = session.topology.pp_group(session.rank)
-        what = f"saving the model{at_user_line()}"
-        with model.together(what, group), session.gathering(what, group):
-            values = gather_full(
-                session.state_objects, group, {**local, PARTIAL_KEY: True}, list(values)
-            )
+        together = session.topology.world_group() if state.shards else group
+        with model.together(what, together), session.gathering(what, group):
+            state.check_divided()
+            joined = {name: model.joined(name) for name in values if name in state.parts}
+            local = {**to_host(own, session.backend), **joined, PARTIAL_KEY: True}
+            values = gather_full(session.state_objects, group, local, list(values))
     values = model.with_whole_tensors(values)
-    memo: dict[int, Any] = {}
+    found: dict[int, Any] = {}
     for name, tensor in tensors.items():
         value = values[name].clone()
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = value
+        found[id(tensor)] = value
+    return found
+
+
+def whole_copy(model: "DistributedModel", session: Session) -> nn.Module:
+    """A plain copy of the module on the host, without gradients. All ranks of a replica call it.
+
+    All ranks of the job do, if some parameters are divided.
+    """
+    memo = whole_values(model, session, f"saving the model{at_user_line()}")
     whole = copy.deepcopy(model.module, memo)
     make_whole(whole)
     forget_carried(whole)

@@ -73,8 +73,8 @@ class DividedParameter(Valueless, nn.Parameter):
                 f".data or a change of dtype, or by load_state_dict of a module in it), and "
                 f"nothing came of it: values are divided over ranks "
                 f"(sharded_data_parallel_degree), and the module's own tensor is empty. Write "
-                f"before smp.DistributedModel, or give whole values to model.load_state_dict; what "
-                f"treats every element alike, as a clamp does, may write to the parts in "
-                f"optimizer.param_groups."
+                f"before smp.DistributedModel, in a block of model.summon_full_params(), or give "
+                f"whole values to model.load_state_dict; what treats every element alike, as a "
+                f"clamp does, may write to the parts in optimizer.param_groups."
             )
         check_no_gradient(name, self)

@@ -9,6 +9,7 @@ This module must not know about graphs or schedules.
 import contextlib
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpxla.delayed import forget, is_delayed, materialize
-from mpxla.errors import MpxlaError
+from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture.carried import CarriedTensor
 from mpxla.graph.capture.held_tensors import held_tensors
 from mpxla.graph.capture.hooks import refuse_gradient_hooks
@@ -27,7 +28,7 @@ from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard
 
-__all__ = ["ModelState", "load_into"]
+__all__ = ["ModelState", "load_into", "with_versions"]
 
 
 class ModelState:
@@ -43,6 +44,7 @@ class ModelState:
         shards: those of them whose parameters are divided likewise, and have no storage themselves
             once they are placed.
         parts: what it holds of them.
+        is_lent: whether the module has other tensors in the places of its own, see `lent`.
     """
 
     def __init__(self, module: nn.Module):
@@ -55,12 +57,14 @@ class ModelState:
         self.gradient_shards: dict[str, FlatShard] = {}
         self.shards: dict[str, FlatShard] = {}
         self.parts: dict[str, nn.Parameter] = {}
+        self.is_lent = False
         self._recorded: list[torch.Tensor] = []
         self._former: list[tuple[StorageWeakRef, Any, nn.Parameter]] = []
         self.take_in()
 
     def take_in(self) -> None:
         """Names the parameters and buffers that the model has now and had not before."""
+        self._check_own()
         known = {id(p): name for name, p in self.parameters.items()}
         new: list[str] = []
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -209,8 +213,9 @@ class ModelState:
         """Checks that nobody has written to what is divided, where it would be lost.
 
         Raises:
-            StepError: somebody has.
+            StepError: somebody has, or the module has other tensors.
         """
+        self._check_own()
         for name in self.parts:
             self._divided(name).check(name)
 
@@ -326,6 +331,43 @@ class ModelState:
         self.local_names = frozenset(names)
         self._placed = set(names)
 
+    @contextlib.contextmanager
+    def lent(self, others: Mapping[int, torch.Tensor]) -> Generator[None]:
+        """While this lasts, the module has other tensors in the places of its own.
+
+        They are given by the ids of the own ones. A script may move them in the module.
+        """
+        buffers = self.buffers
+        own = {id(others[id(p)]): p for p in self.parameters.values()}
+        self._put(others)
+        for name, buffer in buffers.items():
+            self.set_buffer(name, others[id(buffer)])
+        self.is_lent = True
+        try:
+            yield
+        finally:
+            self.is_lent = False
+            for name, buffer in buffers.items():
+                self.set_buffer(name, buffer)
+            self._put(own)
+            for parameter in own.values():
+                parameter.requires_grad_(others[id(parameter)].requires_grad)
+
+    def _check_own(self) -> None:
+        if self.is_lent:
+            raise StepError(
+                "a step function, optimizer.step() or a function that loads or saves was called "
+                "in a block of model.summon_full_params(), where the module has copies. Call it "
+                "after the block."
+            )
+
+    def _put(self, others: Mapping[int, torch.Tensor]) -> None:
+        """Exchanges parameters in all modules, by the ids of those that are there."""
+        with _without_weak_references(self.module):
+            for module in self.module.modules():
+                table: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage]
+                table.update({k: others[id(p)] for k, p in table.items() if id(p) in others})
+
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of what this rank holds."""
         for name, parameter in self.parameters.items():
@@ -348,14 +390,17 @@ def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any:
+def load_into(
+    module: nn.Module, values: Mapping[str, Any], strict: bool, versions: Any = None
+) -> Any:
     """`module.load_state_dict` where parameters of other ranks have no storage.
 
     Values for those are checked for their shape and dropped. Tied parameters need one value, under
-    any of their names.
+    any of their names. The versions of the modules that gave the values are torch's `_metadata` of
+    a state dict; those of this module if none are given.
     """
     present: dict[str, Any] = {}
-    targets = module.state_dict(keep_vars=True)
+    targets: Any = module.state_dict(keep_vars=True)
     given = {id(target): values[name] for name, target in targets.items() if name in values}
     tied = {name: given[id(target)] for name, target in targets.items() if id(target) in given}
     values = {**tied, **values}
@@ -373,9 +418,17 @@ def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
-        return module.load_state_dict({**present, **unexpected}, strict=strict)
+        versions = targets._metadata if versions is None else versions
+        return module.load_state_dict(with_versions({**present, **unexpected}, versions), strict)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def with_versions(values: Mapping[str, Any], versions: Any) -> dict[str, Any]:
+    """A state dict with versions of modules, by which these load what older ones have saved."""
+    found: Any = OrderedDict(values)
+    found._metadata = versions
+    return found
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ WHERE = "they are on another pipeline rank, or divided over ranks"
 _ADVICE = (
     "Use tensors of one rank only (skip parameters whose device is meta; smp.partition puts "
     "modules that belong together on one partition), make two models of it, each in a "
-    "DistributedModel, or read whole values from model.state_dict()."
+    "DistributedModel, or have all ranks do it in a block of model.summon_full_params()."
 )
 
 
