@@ -18,7 +18,6 @@ from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
 from mpxla.parallel.replica import check_equal_values
-from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import (
     PARTIAL_KEY,
     GivenValues,
@@ -361,9 +360,9 @@ class PartitionedModule(nn.Module):
     def cpu(self) -> Self:
         """Gathers all parameters and buffers on every rank and moves them to the host.
 
-        All ranks of a replica must call it; training cannot go on afterwards.
+        All ranks of a replica must call it (with `sharded_data_parallel_degree`, all ranks);
+        training cannot go on afterwards.
         """
-        refuse_with_parts("model.cpu()", self._state)
         full = self.state_dict()
         self._backend.forget(self.parameters())
         self._state.gather_on_host(full)

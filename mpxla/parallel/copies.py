@@ -28,7 +28,6 @@ from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.distribute import check_wholes, without_shards
 from mpxla.parallel.contents import PartitionedModule
-from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.runtime.state import load_into, with_versions
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ class DistributedCopy(PartitionedModule):
                 f"the model was copied{at_user_line()} before it had values "
                 f"(smp.delay_param_initialization): copy it after the first step."
             )
-        refuse_with_parts("copy.deepcopy(model)", source.tensors)
         module = copy.deepcopy(source.module, memo)
         super().__init__(module, source._session, source.shards_of_tensors)
         self.training = source.training
@@ -58,9 +56,10 @@ class DistributedCopy(PartitionedModule):
         # A reference that is no submodule.
         self.__dict__["_original"] = weakref.ref(original)
         if original.partitioned:
-            self.tensors.stand_as(original.tensors)
+            self.tensors.stand_as(source.tensors)
         original.copies.append(weakref.ref(self))
         self._register_load_state_dict_pre_hook(self._adapt)
+        self.register_load_state_dict_post_hook(lambda *_: self.tensors.forget_writes())
         # What `state_dict` has given of values on a device, with the versions that they had.
         self._shown: dict[str, tuple[torch.Tensor, int]] = {}
         _average_what_is_here()
@@ -111,16 +110,24 @@ class DistributedCopy(PartitionedModule):
         shown = self._shown.items()
         written = {name: value for name, (value, version) in shown if value._version != version}
         if written:
-            load_into(self.module, written, strict=False)
+            self._load(written, strict=False)
             self._shown |= {name: (value, value._version) for name, value in written.items()}
-        tensors = (*self.parameters(), *self.buffers())
+        tensors = (*self.parameters(), *self.buffers(), *self.tensors.parts.values())
         self._backend.adopt([tensor for tensor in tensors if not tensor.is_meta])
 
     def follow(self, device: torch.device) -> None:
         """Called when the model is placed, or something of it that it got later."""
         self._backend.forget(self.parameters())
-        names, local = self.original.tensors.names_now, self.original.tensors.local_names or ()
-        self.tensors.place((names[n] for n in local if n in names), device)
+        state, other = self.tensors, self.original.tensors
+        names, local = other.names_now, other.local_names or ()
+        state.divide_as(other)
+        state.place((names[n] for n in local if n in names), device)
+        for name, shard in state.shards.items():
+            if state.holds(name) and name not in state.parts:
+                part = shard.take(state.whole_on_host(name))
+                (part,) = self._backend.publish(self._backend.put([part]))
+                state.set_part(name, nn.Parameter(part, requires_grad=False))
+        state.end_dividing()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As that of the model; also as part of the state dict of a module around the copy.
@@ -134,10 +141,13 @@ class DistributedCopy(PartitionedModule):
         full: Any = super().state_dict(*args, **kwargs)
         # As in torch, averages may be written to what a state dict holds: `value.lerp_(other, w)`.
         self._shown = {}
+        state = self.tensors
+        canonical = state.canonical_names
         for name, value in self.module.state_dict().items():
-            if value.is_meta or value.shape != full[name].shape:
+            is_part = canonical.get(name) in state.parts
+            if not is_part and (value.is_meta or value.shape != full[name].shape):
                 continue
-            if value.device.type == "cpu":
+            if not is_part and value.device.type == "cpu":
                 full[name] = value
             else:
                 self._shown[name] = full[name], full[name]._version
@@ -158,9 +168,23 @@ class DistributedCopy(PartitionedModule):
         self._backend.forget(self.parameters())  # torch may swap them
         self._shown = {}
         versions = getattr(state_dict, "_metadata", {})
-        result = load_into(self.module, parts, strict, versions)
+        result = self._load(parts, strict, versions)
         self.settle()
         return result
+
+    def _load(self, values: Mapping[str, Any], strict: bool, versions: Any = None) -> Any:
+        result = load_into(self.module, values, strict, versions)
+        self.tensors.forget_writes()
+        self._take_parts(values)
+        return result
+
+    def _take_parts(self, values: Mapping[str, Any]) -> None:
+        """Takes parts of whole values, by any name, of parameters that are divided."""
+        state, names = self.tensors, self.tensors.canonical_names
+        given = {names[n]: value for n, value in values.items() if names.get(n) in state.parts}
+        for name, value in given.items():
+            part = state.parts[name]
+            part.detach().copy_(state.shards[name].take(value.detach().to("cpu", part.dtype)))
 
     def _adapt(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Lets a module around the copy load it by the names of the plain model."""
@@ -171,11 +195,13 @@ class DistributedCopy(PartitionedModule):
                 value = without_shards(given, self.shards_of_tensors, self.canonical_names)[name]
                 absent = target.is_meta and value.shape == target.shape
                 state_dict[f"{prefix}module.{name}"] = torch.empty_like(target) if absent else value
+                self._take_parts({name: value})
 
     @contextlib.contextmanager
     def lent(self) -> Generator[None]:
         """While this lasts, the model has the values and modes of this copy, and the other way."""
         original = self.original
+        self.tensors.check_divided()
         modes = [(module, module.training) for module in original.module.modules()]
         self.settle()
         self._exchange()
@@ -187,6 +213,12 @@ class DistributedCopy(PartitionedModule):
             for module, is_training in modes:
                 module.training = is_training
             self._exchange()
+
+    def parts_with(self, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's parts of divided parameters, with those of the model."""
+        theirs, own = model.tensors, self.tensors
+        held, names = {now: n for n, now in own.names_now.items()}, theirs.names_now
+        return [(own.parts[held[names[n]]], p) for n, p in theirs.parts.items() if n in names]
 
     def _exchange(self) -> None:
         theirs, own = self.original.tensors, self.tensors
@@ -201,7 +233,10 @@ class DistributedCopy(PartitionedModule):
         mine, buffers = own.buffers, theirs.buffers
         for name, now in names.items():
             other = held[now]
-            if name in theirs.parameters:
+            if name in theirs.parts:
+                part, copied = theirs.parts[name], own.parts[other]
+                part.data, copied.data = copied.data, part.data
+            elif name in theirs.parameters:
                 parameter, copied = theirs.parameters[name], own.parameters[other]
                 parameter.data, copied.data = copied.data, parameter.data
             elif buffers[name].is_meta == mine[other].is_meta:
@@ -260,6 +295,7 @@ def _average_what_is_here() -> None:
         if not isinstance(self.module, DistributedCopy):
             return original(self, model)
         parameters = _here(self.module.parameters(), model.parameters())
+        parameters += self.module.parts_with(model)
         buffers = _here(self.module.buffers(), model.buffers())
         own, others = (
             SimpleNamespace(

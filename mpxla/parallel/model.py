@@ -370,7 +370,7 @@ class DistributedModel(PartitionedModule):
         Raises:
             RankMismatch: ranks have different values of what they divide.
         """
-        self._state.check_divided()
+        self._state.check_own()
         self.check_loaded(values)
         self.given = GivenValues()
         self._backend.forget(self.module.parameters())  # torch may swap them

@@ -64,7 +64,7 @@ class ModelState:
 
     def take_in(self) -> None:
         """Names the parameters and buffers that the model has now and had not before."""
-        self._check_own()
+        self.check_own()
         known = {id(p): name for name, p in self.parameters.items()}
         new: list[str] = []
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -208,6 +208,7 @@ class ModelState:
         self.parts[name] = part
         with _without_weak_references(self.module):
             _exchange(name, self.parameters[name], torch.device("meta"), DividedParameter)
+        self._divided(name).forget_writes()  # otherwise writes before the first look are unseen
 
     def check_divided(self) -> None:
         """Checks that nobody has written to what is divided, where it would be lost.
@@ -215,7 +216,7 @@ class ModelState:
         Raises:
             StepError: somebody has, or the module has other tensors.
         """
-        self._check_own()
+        self.check_own()
         for name in self.parts:
             self._divided(name).check(name)
 
@@ -301,6 +302,20 @@ class ModelState:
         names = other.names_now
         self.local_names = frozenset(names[n] for n in other.local_names or () if n in names)
         self._placed = {*self.parameters, *self.buffers}
+        self.divide_as(other)
+        for name, part in other.parts.items():
+            if name in names:
+                copied = nn.Parameter(part.detach().clone(), requires_grad=part.requires_grad)
+                self.set_part(names[name], copied)
+
+    def divide_as(self, other: "ModelState") -> None:
+        """Has parts of the parameters of which another model, that this is a copy of, has some."""
+        names = other.names_now
+        self.shards = {names[n]: shard for n, shard in other.shards.items() if n in names}
+
+    def drop_parts(self) -> None:
+        """All parameters are whole from here on."""
+        self.shards, self.gradient_shards, self.parts = {}, {}, {}
 
     def former_owner(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a host tensor shared its memory with before parameters moved."""
@@ -317,6 +332,7 @@ class ModelState:
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
         """Makes all parameters and buffers host tensors with these values, by any name."""
+        self.drop_parts()
         names, buffers = self.names_now, self.buffers
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():
@@ -353,7 +369,8 @@ class ModelState:
             for parameter in own.values():
                 parameter.requires_grad_(others[id(parameter)].requires_grad)
 
-    def _check_own(self) -> None:
+    def check_own(self) -> None:
+        """Raises where the module has other tensors."""
         if self.is_lent:
             raise StepError(
                 "a step function, optimizer.step() or a function that loads or saves was called "
@@ -466,7 +483,12 @@ def _exchange(
         return
     gradient = parameter.grad
     parameter.grad = None
-    value = parameter.detach() if device.type == "meta" else materialize(name, parameter)
+    if device.type == "meta":  # of torch's own class, also where the parameter has no values
+        value = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
+        )
+    else:
+        value = materialize(name, parameter)
     moved = kind(value.to(device), requires_grad=parameter.requires_grad)
     if gradient is not None and device.type != "meta":
         moved.grad = gradient.to(device)

@@ -88,11 +88,17 @@ def write_where_nothing_is():
     import mpxla as smp
 
     smp.init(CONFIG)
+    torch.manual_seed(1)
     raw = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    start = {name: value.clone() for name, value in raw.state_dict().items()}
     model = smp.DistributedModel(raw)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     weight, values = raw[0].weight, nn.Linear(4, 4, bias=False).state_dict()
     step = make_step()
+    nn.init.zeros_(weight)  # before anything has looked at it
+    with pytest.raises(smp.StepError, match=r"0\.weight was written to after"):
+        step(model, torch.ones(2, 4))
+    model.load_state_dict(start)
 
     def run():
         step(model, torch.ones(2, 4))

@@ -174,8 +174,6 @@ def wrong_uses():
     run = Trained(Case(2))
     calls = {
         "model outside": lambda: run.model(batch_of(0, 1)),
-        "copy.deepcopy(model)": lambda: copy.deepcopy(run.model),
-        "model.cpu()": run.model.cpu,
         "model.join()": lambda: run.model.join().__enter__(),
         "model.register_comm_hook()": lambda: run.model.register_comm_hook(None, print),
         "shared": lambda: smp.DistributedModel(nn.Sequential(run.model.module.embedding)),
@@ -207,7 +205,7 @@ def test_wrong_uses():
         alone = texts.pop("alone")
         assert "hold the parameters of a model together" in alone
         assert "evaluate, and rank 1 with" in alone
-        assert len(texts) == 4
+        assert len(texts) == 2
         for what, text in texts.items():
             assert text.startswith(f"{what} does not go with sharded_data_parallel_degree yet")
 

@@ -173,6 +173,27 @@ def test_copies_and_prunes(config):
         close(state, host(model.state_dict().items()))
 
 
+def taken_out():
+    """A copy from a file, and the module itself afterwards."""
+    model, train = wrapped(SHARED)
+    train(0)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    state = model.state_dict()
+    model.cpu()
+    return [host(m.state_dict().items()) for m in (read, model.module)], host(state.items())
+
+
+@pytest.mark.slow
+def test_divided_models_are_saved_whole_and_taken_out():
+    for taken, state in run_ranks(taken_out, 2):
+        assert len(state) == 11
+        for values in taken:
+            close(values, state)
+
+
 def mistakes():
     model, train = wrapped(SHARED)
     train(0)

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 4
 TWO = {"pipeline_parallel_degree": 2}
+SHARED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 10}
+SHARED |= {"sdp_gradient_clipping": 1e6}
 
 
 class Net(nn.Module):
@@ -103,7 +105,7 @@ def train(kind, start):
     again = average(model, kind)
     again.load_state_dict(state)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in state.items())
-    held = [p for p in averaged.parameters() if not p.is_meta]
+    held = [p for p in averaged.parameters() if not p.is_meta] + list(averaged.module.tensors.parts)
     assert len(held) == len(list(model.local_parameters()))
     return losses, state, model.state_dict()
 
@@ -124,6 +126,9 @@ def train_all(config, cases):
         pytest.param(2, TWO, [("swa", 2)], id="stages"),
         pytest.param(2, TWO, [("mean", 0), ("ema", 0)], id="other stages", marks=pytest.mark.slow),
         pytest.param(2, {}, [("each", 1)], id="replicas", marks=pytest.mark.slow),
+        pytest.param(2, SHARED, [("swa", 0)], id="shared"),
+        pytest.param(2, SHARED, [("ema", 2), ("each", 1)], id="other", marks=pytest.mark.slow),
+        pytest.param(4, TWO | SHARED, [("swa", 0), ("ema", 2)], id="4", marks=pytest.mark.slow),
     ],
 )
 def test_averages_of_weights_are_those_of_one_process(world_size, config, cases):
