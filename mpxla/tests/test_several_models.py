@@ -1,8 +1,12 @@
 """Several distributed models in one session, against plain PyTorch."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
+import mpxla as smp
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.several import SCENARIOS, run_on_rank, run_plainly
 
@@ -33,6 +37,50 @@ def compare(name, world_size, config):
         if isinstance(wanted, dict) and key in results[0]:
             assert {part for seen in results for part in seen[key]} == set(wanted), key
     return results
+
+
+def train_three():
+    """Of the last model, one layer looks like a part of both others, which live on two stages."""
+    smp.init(STAGES)
+    torch.manual_seed(1)
+    models = [
+        nn.ModuleDict({"a": nn.Linear(8, 24), "b": nn.Linear(24, 8), "p": bare_linear(8)}),
+        nn.ModuleDict({"q": nn.Linear(8, 8), "d": nn.Linear(8, 64), "e": nn.Linear(64, 64)}),
+        nn.ModuleDict({"f": nn.Linear(8, 24), "g": nn.Linear(24, 8), "last": nn.Linear(8, 8)}),
+    ]
+    plain = copy.deepcopy(models)
+    models = [smp.DistributedModel(model) for model in map(InOrder, models)]
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(4, 8)
+    found = [step(models[place], x).reduce_mean().item() for place in (1, 0, 2)]
+    return found, [InOrder(plain[place])(x).square().mean().item() for place in (1, 0, 2)]
+
+
+def bare_linear(width):
+    return nn.Linear(width, width, bias=False)
+
+
+class InOrder(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_layer_like_parts_of_two_models_that_live_apart():
+    for found, expected in run_ranks(train_three, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 slow = pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mpxla.config import Config
-from mpxla.errors import MpxlaError
+from mpxla.errors import MpxlaError, PartitionError
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition.words import SavedTensor
@@ -178,25 +178,36 @@ class StepCutter:
             stateful |= self._placement.ranks.keys()
         config = config or self.config
         twins = self._placement.twins(step)
+        beside = None
         if fixed is None:
-            fixed = self._placement.with_twins(twins)
+            fixed, beside = self._placement.with_twins(twins), self._placement.ranks
         else:
             changed = {role.name for role in step.outputs if role.kind is OutputKind.BUFFER}
             stateful |= changed & fixed.keys()
         if saved is None and weighs_memory(config):
             saved = self._kept.saved(step)
-        return cut_step(
-            step,
-            config,
-            self._session.backend.lowering,
-            self._pins(),
-            fixed or None,
-            stateful,
-            measured_s,
-            saved,
-            self.machine,
-            twins,
-        )
+
+        def cut(fixed: Mapping[str, tuple[int, ...]], twins: Mapping[str, str]) -> CutStep:
+            return cut_step(
+                step,
+                config,
+                self._session.backend.lowering,
+                self._pins(),
+                fixed or None,
+                stateful,
+                measured_s,
+                saved,
+                self.machine,
+                twins,
+            )
+
+        try:
+            return cut(fixed, twins)
+        except PartitionError:
+            if beside is None or beside == fixed:
+                raise
+        # Two models that look like copies of one may live where it cannot be cut.
+        return cut(beside, {})
 
     def _values(self, call: Call) -> list[torch.Tensor]:
         """Tensor leaves of one microbatch, which the first pipeline rank tells the others."""
