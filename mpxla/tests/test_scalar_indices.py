@@ -1,5 +1,7 @@
 """Indices that are tensors without dims read and write what they do in plain PyTorch."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -44,7 +46,20 @@ def remembered(model, y, places):
     return y + model.ring.sum(0) + model.ring[model.position - 1]
 
 
-FUNCTIONS = [labelled, written, mixed, remembered]
+def lists(model, y, places):
+    """PyTorch takes lists with lists, tensors or slices in them for tuples, and longer ones not."""
+    rows, columns = [0, 1, 2], [1, 0, 2]
+    z = y * 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a later PyTorch will not
+        z[[rows, columns]] += 1
+        z[[places[0], slice(1, 3)]] = y[[slice(0, 1), 2]]
+        found = y[[rows, columns]].sum() + y[[places[:2], places[1:3]]].mean()
+        found = found + y[[None, 1]].mean() + y[[..., range(2)]].mean()
+    return z + (found + y[[[0, 1]] * 32].mean()) * 0.1
+
+
+FUNCTIONS = [labelled, written, mixed, remembered, lists]
 
 
 class Model(nn.Module):
@@ -117,7 +132,7 @@ def test_a_write_into_what_was_read_is_refused():
 @pytest.mark.parametrize(
     ("num_stages", "functions"),
     [
-        (1, [labelled, mixed]),
+        (1, [labelled, mixed, lists]),
         *(pytest.param(stages, FUNCTIONS, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )

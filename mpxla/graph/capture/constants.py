@@ -163,7 +163,7 @@ class Constants:
                 self._assume(result, _OF_FINITE[name], self._tape)
             return result
         is_size = name not in _READS and name not in DISTINCT
-        if tensors and _depends_on_values(func, tensors) and self._may_decide(is_size, tensors):
+        if tensors and _depends_on_values(func, args) and self._may_decide(is_size, tensors):
             answer = self._run(func, args, kwargs, is_read=True)
             if answer is not None:
                 return answer
@@ -416,11 +416,11 @@ def _is_like(real: Any, fake: torch.Tensor) -> bool:
     return isinstance(real, torch.Tensor) and (real.shape, real.dtype) == (fake.shape, fake.dtype)
 
 
-def _depends_on_values(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether Python reads values, or a shape depends on them."""
     name = getattr(func, "__name__", "")
     if name == "where":
-        return len(tensors) == 1
+        return len(args) == 1
     return name in _READS or name in _COUNTS
 
 

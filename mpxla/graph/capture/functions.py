@@ -302,6 +302,9 @@ def _where(condition: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
     return condition.nonzero().unbind(1)
 
 
+_where.__name__ = "where"  # by which its results are known where the mask is
+
+
 def _full(full: Callable[..., Any], empty: Callable[..., Any], place: int) -> Callable[..., Any]:
     """A function that fills tensors, also with numbers that were read, or that tensors hold."""
 

@@ -34,7 +34,7 @@ from mpxla.graph.capture.pieces import Joins, Pieces
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.recurrent import Recurrences
 from mpxla.graph.capture.retained import BACKWARD, Retained
-from mpxla.graph.capture.selects import Selected
+from mpxla.graph.capture.selects import Selected, as_torch_reads
 from mpxla.graph.capture.sparse import has_sparse, run_sparse
 from mpxla.graph.capture.whole_parameters import WholeParameters
 from mpxla.graph.capture.writes import HiddenWrites
@@ -165,6 +165,8 @@ class StepSemantics(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs = without_generator(func, kwargs)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], as_torch_reads(args[1]), *args[2:])
         recurrence = self._recurrences.function(func, args)
         if recurrence is not None:
             with self:

@@ -5,11 +5,13 @@ numbers; what is at the place is copied by operators that take the tensor. A wri
 which PyTorch's view would pass on, is an error.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -18,7 +20,7 @@ from mpxla.graph.python.counts import Counts
 from mpxla.graph.python.number import is_number
 from mpxla.graph.user_code import ValueNeededError, at_user_line
 
-__all__ = ["Selected", "is_same"]
+__all__ = ["Selected", "as_torch_reads", "is_same"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _aten = torch.ops.aten
@@ -215,6 +217,29 @@ class Selected:
                     f"a captured step a copy: write x[i] = value or x[i] += value, and read x[i] "
                     f"after the last write."
                 )
+
+
+def as_torch_reads(index: Any) -> Any:
+    """An index, with a tuple for a list that PyTorch takes for one: `x[[rows, columns]]`."""
+    if not isinstance(index, Sequence) or isinstance(index, tuple) or len(index) >= _LONG:
+        return index
+    is_tuple = any(part is None or part is ... or isinstance(part, _ARE_PARTS) for part in index)
+    return tuple(index) if is_tuple and _LISTS_ARE_TUPLES else index
+
+
+_LONG = 32
+"""So long lists are always tensors."""
+_ARE_PARTS = (torch.Tensor, np.ndarray, Sequence, slice)
+
+
+def _lists_are_tuples() -> bool:
+    """Whether this PyTorch does so, which it says a later one will not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.zeros(1, 1)[[[0], [0]]].dim() == 1
+
+
+_LISTS_ARE_TUPLES = _lists_are_tuples()
 
 
 def _parts(index: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,6 +38,13 @@ def places(x, ids):
     return x[ids.nonzero()[:, 0]].sum(0) + x[ids > 1].sum(0)
 
 
+def chosen(x, ids):
+    """What NumPy reads at the places of a mask, and lists of them."""
+    (rows,) = torch.where(ids > 0)
+    least = np.unique(ids[rows].numpy()).min()
+    return x[rows.tolist()].sum(0) * float(least)
+
+
 def several(x, ids):
     x = x * 2 if ids[0] > 1 else x
     mask = torch.ones(500, 500).tril()  # a constant that is known, too
@@ -64,6 +72,7 @@ CASES = [
     (count, [1, 2, 1], [2, 2, 2], [3, 1, 1], r"\[:, : int\(ids\.max.* changed from 2 to 3"),
     (write, [1, 2, 0], [3, 3, 5], [1, 1, 9], r"if values\.sum\(\) > 3 .* from True to False"),
     (places, [1, 0, 2], [3, 1, 0], [2, 0, 3], r"x\[ids > 1\].* changed from 1 to 2"),
+    (chosen, [1, 0, 2], [1, -1, 2], [1, 0, 0], r"torch\.where\(ids > 0\).* changed from 2 to 1"),
     (several, [2, 2, 1], [2, 2, 1], [2, 2, 2], r"ids\.sum\(\)\.item\(\) .* changed from 5 to 6"),
 ]
 
