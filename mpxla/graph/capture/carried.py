@@ -23,7 +23,8 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.tensor_places import HeldTensor, is_constant
+from mpxla.graph.capture.sparse import is_sparse
+from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, is_constant
 from mpxla.graph.python.plain import MISSING
 from mpxla.graph.user_code import AgainError
 
@@ -332,6 +333,10 @@ class CarriedError(AgainError):
         owners: dict[int, Carried] = {}
         forms: dict[Carried, Form] = {}
         for module, name, form in self._left:
+            mask = module._buffers.get(name)  # pyright: ignore[reportPrivateUsage]
+            if is_constant(mask) and not is_sparse(mask):
+                fix_mask(mask, decides=False)  # it was tried as a constant, and is written to
+                continue
             _make_attribute(module, name)
             held, table = vars(module).get(name), vars(module).setdefault(_CARRIED, {})
             if name not in table:
