@@ -97,7 +97,9 @@ class Gradients:
     def becomes_leaf(self, tensor: torch.Tensor) -> None:
         """Says that what is computed with a tensor depends on it from here on, not before."""
         if tensor.is_floating_point() and not tensor.requires_grad:
-            self._leaves[tensor] = LEAF(tensor)
+            # Outside of a region without gradients, which hands out others than it computes with.
+            with torch.enable_grad():
+                self._leaves[tensor] = LEAF(tensor)
 
     def is_outside(self, outputs: Any) -> bool:
         """Whether what a function of the user's differentiates was made before, in the step."""

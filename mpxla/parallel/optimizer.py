@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._others: ParametersOfOthers | None = None
         if session.topology.pp_size > 1 and mixes_parameters(optimizer):
             self._look_at_all()
-        self._closures = ClosureSteps(self.contents, session)
+        self._closures = ClosureSteps(self.contents, session, self._update)
         for model in self._models:
             model.attach_optimizer(self)
 

@@ -48,14 +48,32 @@ def training(run, optimizer, numbers):
     run.result = lambda: plain() | {f"loss {i}": loss for i, loss in enumerate(losses)}
 
 
+def hooked(optimizer):
+    """With hooks: one before the closure, which clears what it does to gradients; one at the end."""
+
+    def before(optimizer, *_):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.8
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.grad.mul_(3)
+
+    def after(optimizer, *_):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
 def adam(run):
-    optimizer = run.wrapped(optim.Adam(run.model.parameters(), 0.01, eps=1e-3))
+    optimizer = hooked(run.wrapped(optim.Adam(run.model.parameters(), 0.01, eps=1e-3)))
     training(run, optimizer, range(3))
 
 
 def lbfgs(run):
     """Its state is loaded into another one midway."""
-    old = run.wrapped(optim.LBFGS(run.model.parameters(), 0.5, max_iter=4))
+    old = hooked(run.wrapped(optim.LBFGS(run.model.parameters(), 0.5, max_iter=4)))
     training(run, old, [0, 0])
     new = run.wrapped(optim.LBFGS(run.model.parameters(), 0.5, max_iter=4))
     new.load_state_dict(old.state_dict())

@@ -367,9 +367,17 @@ def evaluated():
             (slopes,) = torch.autograd.grad((model(moved) * (1 + target)).sum(), moved)
         return slopes, torch.func.grad(lambda v: model(v).square().sum())(x)
 
+    def guided(model, x):
+        with torch.no_grad():
+            moved = x.clone().requires_grad_()
+            with torch.enable_grad():
+                (slopes,) = torch.autograd.grad(model(moved).square().sum(), moved)
+        return slopes, model(x + slopes).detach()
+
     with torch.no_grad():
-        wanted = attack(raw, x)
-        found = smp.step(attack)(smp.DistributedModel(raw), x)
+        wanted = *attack(raw, x), *guided(raw, x)
+        model = smp.DistributedModel(raw)
+        found = *smp.step(attack)(model, x), *smp.step(guided)(model, x)
     return wanted, [value.reduce_mean() for value in found]
 
 

@@ -19,6 +19,7 @@ from mpxla.errors import MpxlaError
 from mpxla.parallel.state_dicts import to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.updates.optimizer_state import OptimizerState
+from mpxla.parallel.updates.update import CompiledUpdate
 from mpxla.session import Session
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ class ClosureSteps:
         are_needed: whether it cannot step without a closure.
     """
 
-    def __init__(self, contents: OptimizerState, session: Session):
+    def __init__(self, contents: OptimizerState, session: Session, update: CompiledUpdate):
         self._kind = type(contents.optimizer)
+        self._update = update
         self._has_scale = session.config.fp16
         self._pieces = contents.pieces
         self.are_needed = isinstance(contents.optimizer, torch.optim.LBFGS)
@@ -56,9 +58,10 @@ class ClosureSteps:
                 "loss, as loss.reduce_mean()."
             )
         if self._kind.__module__.startswith("torch.optim") and not self.are_needed:
-            with torch.enable_grad():
-                loss = closure()
-            update.step()
+            with self._update.hooks_called(closure, is_elsewhere=False):
+                with torch.enable_grad():
+                    loss = closure()
+                update.step()
             return loss
         if self._has_scale:
             raise MpxlaError(
@@ -67,7 +70,8 @@ class ClosureSteps:
                 f"bf16: True or float32."
             )
         if self.are_needed:
-            return self._whole.step(closure, update.prepare_update)
+            with self._update.hooks_called(closure, is_elsewhere=True):
+                return self._whole.step(closure, update.prepare_update)
         return self._step_of_user(update, closure)
 
     def _step_of_user(self, update: "DistributedOptimizer", closure: Closure) -> Any:

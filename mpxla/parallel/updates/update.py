@@ -17,8 +17,9 @@ What cannot be traced (an optimizer that reads values on the host, counts in Pyt
 numbers, or keeps tensors outside of its state) runs as before: lazily, traced in every step.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,26 @@ class CompiledUpdate:
         finally:
             if self._rounding is not None and not self.was_compiled:
                 self._rounding.narrow()
+
+    @contextlib.contextmanager
+    def hooks_called(self, closure: Callable[[], Any], is_elsewhere: bool) -> Generator[None]:
+        """Calls the user's hooks before a step that begins with a closure, and not again in it.
+
+        Those for the end of a step are called too, if it is taken by another optimizer.
+        """
+        optimizer: Any = self._optimizer
+        hooks, given = optimizer._optimizer_step_pre_hooks, (optimizer, closure)
+        early = {key: hook for key, hook in hooks.items() if key != self._pre_hook.id}
+        for key, hook in early.items():
+            hook(optimizer, given, {})
+            del hooks[key]
+        try:
+            yield
+        finally:
+            hooks.update(early)
+        for key, hook in optimizer._optimizer_step_post_hooks.items() if is_elsewhere else ():
+            if key != self._post_hook.id:
+                hook(optimizer, given, {})
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.begins is not None:
