@@ -187,7 +187,7 @@ class BucketedReduction:
                 self._packer(index, present)
         bucketed = {name for bucket in self._buckets for name in bucket.names}
         self._direct = [name for name in self._sources if name not in bucketed]
-        self.description = self._describe()
+        self.description = self._usual = self._describe(flow.changed)
         self.source = 0
         self._reduces = True
         self._waiting: dict[int, set[int]] = {}
@@ -261,11 +261,11 @@ class BucketedReduction:
         found = zip(names, self._store.take_gradients(names), strict=True)
         return {name: value for name, value in found if value is not None}
 
-    def _describe(self) -> str:
+    def _describe(self, changed: Sequence[str]) -> str:
         # Parts of one parameter differ in length, and replicas compare what they reduce.
         shapes = {n: tuple(p.shape) for n, p in self._replica.state.parameters.items()}
         buckets = [([(n, shapes[n]) for n in b.names], b.dtype) for b in self._buckets]
-        what = f"{buckets} {sorted(self._sources)} {self._flow.changed}"
+        what = f"{buckets} {sorted(self._sources)} {changed}"
         return f"{self.reducer.label} {self.reducer.options} {what}"
 
     # --- every call -----------------------------------------------------------------------------
@@ -275,6 +275,9 @@ class BucketedReduction:
         self._reduces = not self._flow.trained or self.reducer.next_pass_reduces()
         if self._flow.trained and self._reduces:
             self._check_left_out()
+        changed = self._changed
+        is_usual = changed == self._flow.changed
+        self.description = self._usual if is_usual else self._describe(changed)
         self.source = 0
         self._under_way.clear()
         self._waiting = {
@@ -300,7 +303,7 @@ class BucketedReduction:
         """What is reduced, for other replicas."""
         flow, reducer = self._flow, self.reducer
         options = f"{reducer.label} {reducer.options}"
-        return Reduced(options, flow.trained, frozenset(self._sources), flow.changed)
+        return Reduced(options, flow.trained, frozenset(self._sources), self._changed)
 
     def joined(self, others: Sequence["Reduced"]) -> "BucketedReduction":
         """For `finish` of this call, the reduction of what any replica trains; all of them make it.
@@ -367,6 +370,7 @@ class BucketedReduction:
             self.reducer.accumulated.update(self._sources)
             self._accumulate(list(self._sources), self._sums(self._sources, gradients))
             self.reducer.unreduced |= {n for n in self._sources if self._transfers(n)}
+            self.reducer.rewritten |= set(self._flow.changed)
             return
         for index in range(len(self._buckets)):
             if index not in self._under_way:
@@ -384,6 +388,7 @@ class BucketedReduction:
         for name, handle in following.items():
             self._store.write([name], [handle.result()])
         self.reducer.accumulated.clear()
+        self.reducer.rewritten.clear()
 
     def _deliver(self, bucket: Bucket, index: int) -> None:
         """Waits for one bucket and gives its gradients to the store."""
@@ -486,10 +491,15 @@ class BucketedReduction:
         state = self._replica.state
         if self._replica.count == 1:
             return {}
-        parameters = {n: state.parameters[n] for n in self._flow.changed if n in state.parameters}
+        parameters = {n: state.parameters[n] for n in self._changed if n in state.parameters}
         buffers = state.buffers if self.reducer.options.broadcasts_buffers else {}
-        own = (n for n in self._flow.changed if n in buffers and not state.is_carried(n))
+        own = (n for n in self._changed if n in buffers and not state.is_carried(n))
         return {**parameters, **{n: buffers[n] for n in own}}
+
+    @property
+    def _changed(self) -> tuple[str, ...]:
+        """What this step changes, or passes without a reduction have since the last one."""
+        return tuple(sorted(self.reducer.rewritten.union(self._flow.changed)))
 
 
 def _taken(gradients: list[Buffer | None], place: int) -> Buffer:

@@ -81,6 +81,7 @@ class GradientReducer:
         self.is_prepared = False
         self.unreduced: set[str] = set()
         self.accumulated: set[str] = set()  # by passes since the last reduction, on this rank
+        self.rewritten: set[str] = set()  # buffers and parameters, by the same
         self.drifted: set[str] = set()
         self._pass = 0
         replica.store.lent.gather = self._gathered

@@ -264,6 +264,27 @@ def test_buffers_follow_the_first_replica(is_on):
     assert torch.equal(first["1.running_mean"], second["1.running_mean"]) == is_on
 
 
+def statistics_of_passes():
+    """Running means after each of two passes, of which the second one, which reduces, has none."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Normed(), backward_passes_per_step=2)
+    torch.manual_seed(smp.rank())
+    found = []
+    for _ in range(2):
+        for mode in (True, False):
+            train(model.train(mode), torch.randn(4, 8))
+            found.append(dict(model.local_named_buffers())["1.running_mean"].cpu().clone())
+    return found
+
+
+def test_what_passes_without_a_reduction_write_follows_the_first_replica_with_the_next_one():
+    first, second = run_ranks(statistics_of_passes, 2)
+    for turn in (0, 2):
+        assert not torch.equal(first[turn], second[turn])
+        assert torch.equal(first[turn], first[turn + 1])
+        assert torch.equal(first[turn], second[turn + 1])
+
+
 @smp.step
 def look(model, x):
     return model(x).sum()
