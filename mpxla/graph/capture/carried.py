@@ -334,7 +334,7 @@ class CarriedError(AgainError):
         forms: dict[Carried, Form] = {}
         for module, name, form in self._left:
             mask = module._buffers.get(name)  # pyright: ignore[reportPrivateUsage]
-            if is_constant(mask) and not is_sparse(mask):
+            if mask is not None and is_constant(mask) and not is_sparse(mask):
                 fix_mask(mask, decides=False)  # it was tried as a constant, and is written to
                 continue
             _make_attribute(module, name)
