@@ -89,11 +89,13 @@ class DistributedCopy(PartitionedModule):
                 f"that did not get it as an argument of its own. Pass the copy (or the "
                 f"AveragedModel) in the place of the model: evaluate(averaged, x)."
             )
-        if self.original.num_stages > 1:
+        is_whole = self.tensors.is_lent
+        if not is_whole and (self.original.num_stages > 1 or self.tensors.shards):
             raise StepError(
                 f"a copy of the distributed model was called outside a step function"
                 f"{at_user_line()}, and its parts live on different ranks: pass it to a function "
-                f"decorated with @smp.step. (torch.optim.swa_utils.update_bn calls models by "
+                f"decorated with @smp.step, or call it on all ranks in a block of its "
+                f"summon_full_params(). (torch.optim.swa_utils.update_bn calls models by "
                 f"itself; use AveragedModel(model, use_buffers=True), which averages statistics.)"
             )
         return self.module(*args, **kwargs)

@@ -49,7 +49,7 @@ def training(run, optimizer, numbers):
 
 
 def hooked(optimizer):
-    """With hooks: one before the closure, which clears what it does to gradients; one at the end."""
+    """Has a hook before the closure, which clears gradients that it leaves, and one at the end."""
 
     def before(optimizer, *_):
         for group in optimizer.param_groups:

@@ -101,6 +101,10 @@ def train(kind, start):
             averaged.eval()
             losses.append(evaluate(averaged, batch(9)).reduce_mean().item())
             assert model.training and model.module.norm.training
+        if averaged is not None:  # as a plain module on every rank
+            with averaged.module.summon_full_params() as module, torch.no_grad():
+                inside = loss_of(module, batch(9)).item(), loss_of(averaged, batch(9)).item()
+            assert inside == pytest.approx((losses[-1], losses[-1]), rel=1e-4)
     state = averaged.state_dict()
     again = average(model, kind)
     again.load_state_dict(state)
