@@ -1,5 +1,6 @@
 """Averages of weights and other copies of the distributed model, against plain PyTorch."""
 
+import contextlib
 import copy
 
 import pytest
@@ -10,6 +11,7 @@ from torch.optim.swa_utils import (
     get_ema_avg_fn,
     get_ema_multi_avg_fn,
     get_swa_multi_avg_fn,
+    update_bn,
 )
 
 import mpxla as smp
@@ -143,6 +145,41 @@ def test_averages_of_weights_are_those_of_one_process(world_size, config, cases)
             for got, want in ((state, expected[1]), (trained, expected[2])):
                 assert list(got) == list(want)
                 torch.testing.assert_close(dict(got), want, rtol=1e-4, atol=1e-6)
+
+
+def with_new_statistics(model, averaged, block, optimizer, step):
+    for number in range(2):
+        optimizer.zero_grad()
+        step(model, batch(number))
+        optimizer.step()
+        averaged.update_parameters(model)
+    with block():
+        update_bn([batch(number) for number in range(3)], averaged)
+    return averaged.state_dict()
+
+
+def update_statistics():
+    smp.init(TWO)
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Net())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    averaged = AveragedModel(model)
+    block = averaged.module.summon_full_params
+    return with_new_statistics(model, averaged, block, optimizer, train_step)
+
+
+def test_statistics_of_averages_are_updated_in_a_block():
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+
+    def step(model, x):
+        loss_of(model, x).backward()
+
+    averaged = AveragedModel(model)
+    expected = with_new_statistics(model, averaged, contextlib.nullcontext, optimizer, step)
+    for found in run_ranks(update_statistics, 2):
+        torch.testing.assert_close(dict(found), dict(expected), rtol=1e-4, atol=1e-6)
 
 
 def copy_and_misuse():
