@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import get_cosine_schedule_with_warmup
 
 import mpxla as smp
 from llama_data import batch_of_step, generate, make_model_and_blocks, make_parser
@@ -50,12 +50,10 @@ def parse_arguments():
 
 
 def sample(model, tokenizer, args) -> None:
-    """Lets rank 0 write some words with a plain model; all ranks call it for the weights."""
-    config, state = model.get_module().config, model.state_dict()
-    if smp.rank() == 0:
-        plain = LlamaForCausalLM(config)
-        plain.load_state_dict({name: value.cpu() for name, value in state.items()})
-        print(generate(plain, tokenizer, args.prompt, args.sample_tokens))
+    """Lets rank 0 write some words with the whole model; all ranks call it for the weights."""
+    with model.summon_full_params(writeback=False) as plain:
+        if smp.rank() == 0:
+            print(generate(plain, tokenizer, args.prompt, args.sample_tokens))
 
 
 class Checkpoints:
