@@ -472,8 +472,9 @@ class DistributedModel(PartitionedModule):
         if self._compute_dtype is not None:
             convert(self.module, self._compute_dtype)
         if self._names_of_parts is not None:
-            names = self._state.names_now
-            new = sorted(names[canonical] for canonical in names.keys() - self._names_of_parts)
+            names, state = self._state.names_now, self._state
+            more = names.keys() - self._names_of_parts
+            new = sorted(names[name] for name in more if not state.is_carried(name))
             if new:
                 raise CaptureError(
                     f"The model has {', '.join(new[:5])}, which it had not when "

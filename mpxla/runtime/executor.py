@@ -175,7 +175,8 @@ class Executor:
             current = action
             try:
                 for current in done.get(index, ()):
-                    _copies(step).complete(current)
+                    if self._saves(current):
+                        _copies(step).complete(current)
                 current = action
                 if step.recorder is not None:
                     handler = functools.partial(self.run_action, action, step)
@@ -343,12 +344,18 @@ class Executor:
         shapes = ", ".join(str(list(spec.shape)) for spec in transfer.specs)
         return f"{action} {shapes}"
 
+    def _saves(self, action: Action) -> bool:
+        """Whether the forward has saved something: a stage that is frozen has no backward."""
+        return self._stages[action.stage].lowered.backward is not None
+
     def _offload(self, action: Action, step: StepRun) -> None:
-        there_anyway = step.inputs[microbatch_of(action)] if step.inputs else ()
-        _copies(step).offload(action, there_anyway)
+        if self._saves(action):
+            there_anyway = step.inputs[microbatch_of(action)] if step.inputs else ()
+            _copies(step).offload(action, there_anyway)
 
     def _load(self, action: Action, step: StepRun) -> None:
-        _copies(step).load(action)
+        if self._saves(action):
+            _copies(step).load(action)
 
     def _reduce(self, action: Action, step: StepRun) -> None:
         stage = self._stages[action.stage]

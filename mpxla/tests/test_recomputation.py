@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import mpxla as smp
@@ -153,6 +154,28 @@ def test_losses_gradients_and_bytes_with_two_stages():
     for one in ("peaks", "all ranks"):
         assert max(max(result["keep"][one]) for result in results) > limit, one
         assert max(max(result["half"][one]) for result in results) <= limit, one
+
+
+def train_the_last_layer():
+    """A loss by plain PyTorch, and where the first stage saves nothing that could be offloaded."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 8, **OFFLOAD})
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]), torch.randn(16, 16)
+    layers[:5].requires_grad_(False)
+    wanted = layers(x).square().mean().item()
+
+    @smp.step
+    def train_step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return wanted, train_step(smp.DistributedModel(layers), x).reduce_mean().item()
+
+
+def test_a_frozen_stage_has_nothing_to_offload():
+    for wanted, found in run_ranks(train_the_last_layer, 2):
+        assert found == pytest.approx(wanted)
 
 
 def check_offloading(results, modes, lowered):

@@ -39,6 +39,12 @@ class LinkedParameter(nn.Parameter):
 
     link: str
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is an ordinary parameter, which a step may read: no other class has fakes."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return memo[id(self)]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files and copies in other processes are of an ordinary parameter."""
         plain = nn.Parameter(self.data, self.requires_grad)
