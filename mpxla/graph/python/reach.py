@@ -5,6 +5,7 @@ them methods of modules and objects. This module must not know what is looked fo
 """
 
 import dis
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -193,7 +194,7 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     roots = {name: _of_cell(name, cell) for name, cell in cells if _is_assigned(cell)}
     table = function.__globals__
-    chains = list(_chains(function.__code__))
+    chains = _chains(function.__code__)
     for name, *_ in chains:
         if name in table and name not in roots:
             roots[name] = _of_key(name, table, name)
@@ -208,24 +209,27 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
                 yield place
 
 
-def _chains(code: CodeType) -> Iterator[list[str]]:
+@functools.lru_cache(maxsize=2**17)  # every capture looks at the same code, of whole packages
+def _chains(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Names of globals and closed-over values that a function and those inside it use.
 
     Each with the attributes that are taken of it: `settings.alpha` is one chain.
     """
+    found: list[tuple[str, ...]] = []
     chain: list[str] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             chain.append(instruction.argval)
             continue
         if chain:
-            yield chain
+            found.append(tuple(chain))
         chain = []
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
             chain = [instruction.argval]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _chains(constant)
+            found += _chains(constant)
+    return tuple(found)
 
 
 def _texts(code: CodeType) -> Iterator[str]:
