@@ -340,6 +340,8 @@ class StepEngine:
             IndexChecks(config.check_indices, cut.step, backend),
             StepWrites(cut.step, self._states, backend, self._session.objects, replicas),
             self._constants,
+            self._session.objects,
+            self._group,
             gathering,
         )
         self.meter.note_compilation(time.perf_counter() - started)

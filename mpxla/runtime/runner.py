@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mpxla.comm.objects import Objects
 from mpxla.comm.stall import Progress
-from mpxla.comm.transport import Members
+from mpxla.comm.transport import Group, Members
 from mpxla.device.backend import Backend, Buffer
 from mpxla.runtime.constants import Constants
 from mpxla.runtime.exchange import Result, exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.outside import OutsideChanges
 from mpxla.runtime.plans.plan import StepPlan
 from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
@@ -103,6 +105,8 @@ class PlanRunner:
         checks: IndexChecks,
         writes: StepWrites,
         constants: Constants,
+        objects: Objects,
+        group: Group,
         gathering: Gathering | None = None,
     ):
         self.plan = plan
@@ -121,6 +125,7 @@ class PlanRunner:
         self._constants = constants
         self._read = {name: constants.of(value) for name, value in values if name in needed}
         constants.upload(self._read.values())
+        self._outside = OutsideChanges(plan.cut.step.constants, needed, objects, group)
         self._objective_seeds: tuple[float, dict[torch.dtype, torch.Tensor]] | None = None
         if reduction is not None:
             self._objectives(reduction.objective_scale)
@@ -149,6 +154,7 @@ class PlanRunner:
         """
         cut = self.plan.cut
         self._link.set_placement(cut.placement)
+        self._outside.compare()
         given = self._tensors()
         self._gradients = gradients
         run = StepRun(

@@ -70,7 +70,7 @@ def runner_of(is_training):
     writes = StepWrites(plan.cut.step, states, backend, None, (0,))
     runner = PlanRunner(
         *(plan, states, Link(), 0, backend, reduction, ("model",), checks),
-        *(writes, Constants(backend)),
+        *(writes, Constants(backend), None, (0,)),
     )
     return backend, runner, reduction
 
