@@ -205,18 +205,19 @@ class _StepModule(nn.Module):
 
     def _hook_parameters(self) -> None:
         for name, hooks in self.hooks.items():
-            parameter = self.model.get_parameter(name)
+            parameter = self._asked.model.get_parameter(name)
             if parameter.requires_grad and torch.is_grad_enabled():
                 looking = hook_parameter(parameter, hooks)
                 self.returned.looking += [(name, hook) for hook in looking]
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
-        known = self._asked.known
+        # Export gives `self.model` by a proxy, where the model has a module in two places.
+        known, model = self._asked.known, self._asked.model
         tape = None if known is None else Tape()
         answers = Answers(self._asked.answers, self._lines)
-        own = OwnParameters(self.model, self._real(), self._asked.former)
-        wholes = WholeParameters(self.model)
-        flags = Flags(self.model, self._asked.thawed, own)
+        own = OwnParameters(model, self._real(), self._asked.former)
+        wholes = WholeParameters(model)
+        flags = Flags(model, self._asked.thawed, own)
         self.returned.thawed = flags.thawed
         asked = self._asked
         semantics = StepSemantics(
@@ -225,7 +226,7 @@ class _StepModule(nn.Module):
         )
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
         recorder = BackwardRecorder(
             own.given(constants.is_known),
             own.given(constants.is_constant),
@@ -256,8 +257,8 @@ class _StepModule(nn.Module):
                 backward_told(),
                 transforms_captured(),
                 numbers_in_math(self._counts.number_of),
-                assigned_buffers_written(self.model, self.returned.attached),
-                carried_attributes_written(self.model, self.returned.attached),
+                assigned_buffers_written(model, self.returned.attached),
+                carried_attributes_written(model, self.returned.attached),
             ):
                 self._hook_parameters()
                 returned = None
@@ -265,7 +266,7 @@ class _StepModule(nn.Module):
                     contextlib.suppress(Undecided),
                     own.shown(),
                     parameter_attributes_written(
-                        self.model,
+                        model,
                         self.attributes,
                         self.returned.attached,
                         semantics.writes.is_copy,
@@ -293,8 +294,8 @@ class _StepModule(nn.Module):
                 }
                 for check, found in checks.items():
                     recorder.prints += [(line, passed, check) for line, passed in found]
-            state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
-            self.returned.written = _names_of(contents.finish(state.values()), self.model)
+            state = {id(t): t for t in (*model.parameters(), *model.buffers())}
+            self.returned.written = _names_of(contents.finish(state.values()), model)
             self.returned.flags = flags.left()
         self.returned.asked = tuple(answers.lines)
         self.returned.decisions = None if tape is None else tape.decisions()
