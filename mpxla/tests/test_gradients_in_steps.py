@@ -374,10 +374,12 @@ def evaluated():
                 (slopes,) = torch.autograd.grad(model(moved).square().sum(), moved)
         return slopes, model(x + slopes).detach()
 
+    wanted = guided(raw, x)
     with torch.no_grad():
-        wanted = *attack(raw, x), *guided(raw, x)
+        wanted += attack(raw, x)
         model = smp.DistributedModel(raw)
-        found = *smp.step(attack)(model, x), *smp.step(guided)(model, x)
+        attacked = smp.step(attack)(model, x)
+    found = *smp.step(guided)(model, x), *attacked
     return wanted, [value.reduce_mean() for value in found]
 
 
