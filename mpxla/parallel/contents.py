@@ -270,7 +270,8 @@ class PartitionedModule(nn.Module):
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
         own: Any = self.module.state_dict(keep_vars=True)
         if self._state.is_lent:
-            return {} if gather_to_rank0 and self._session.rank else own
+            values = {} if gather_to_rank0 and self._session.rank else own
+            return with_versions(to_host(values, self._backend), own._metadata)
         if not self.partitioned:
             self.check_values("model.state_dict", own)
             values = self.with_whole_tensors(to_host(own, self._backend))
@@ -335,7 +336,7 @@ class PartitionedModule(nn.Module):
 
             with model.summon_full_params() as module:
                 module.generate(ids)
-                module.head.weight.clamp_(-1, 1)  # alike on all ranks
+                module.head.weight.data.clamp_(-1, 1)  # alike on all ranks
 
         All ranks of the job enter and leave the block together, between steps. In it the module is
         a plain one, which can be called, copied, saved and changed, on the memory of the whole

@@ -10,13 +10,14 @@ was written. (The name is that of PyTorch's FullyShardedDataParallel.)
 """
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mpxla.comm.agreement import check_agreement
+from mpxla.comm.transport import Group
 from mpxla.errors import StepError
 from mpxla.graph.capture.tensor_places import set_by_users
 from mpxla.graph.user_code import at_user_line
@@ -58,21 +59,31 @@ def summoned(model: "PartitionedModule", session: Session, writeback: bool) -> G
         )
     if not writeback:
         return
-    now = _digests(tensors)
+    written = {name: d for name, d in _digests(tensors).items() if d != before.get(name)}
+    topology, parameters = session.topology, state.parameters.keys()
+    _check_alike(session, topology.world_group(), written, written.keys() & parameters)
+    own = topology.mp_group(session.rank)  # replicas have buffers of their own
+    _check_alike(session, own, written, written.keys() - parameters)
+    _write(model, {name: tensors[name].detach() for name in written})
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: digest_of(value.detach()) for name, value in tensors.items()}
+
+
+def _check_alike(
+    session: Session, group: Group, written: Mapping[str, str], names: Iterable[str]
+) -> None:
+    """Checks that all ranks of a group have written the same; all of them call it."""
     check_agreement(
         session.state_objects,
-        session.topology.world_group(),
-        [f"{name}: {digest}" for name, digest in sorted(now.items())],
+        group,
+        [f"{name}: {written[name]}" for name in sorted(names)],
         f"have written other values in {_CALL}",
         "Every rank has the whole model there, and writes to all of it. Seed what is random alike "
         "on all ranks (torch.manual_seed), or send the values of one rank to the others "
         "(smp.broadcast).",
     )
-    _write(model, {name: tensors[name].detach() for name in now if now[name] != before.get(name)})
-
-
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: digest_of(value.detach()) for name, value in tensors.items()}
 
 
 def _write(model: "PartitionedModule", values: dict[str, Any]) -> None:

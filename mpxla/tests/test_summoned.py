@@ -194,6 +194,36 @@ def test_divided_models_are_saved_whole_and_taken_out():
             close(values, state)
 
 
+def read_with_statistics():
+    """Norms of what is read, and whether replicas keep statistics of their own."""
+    smp.init({"microbatches": 2, "ddp": True})
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = smp.DistributedModel(net, broadcast_buffers=False)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, batch(smp.rank()))
+    before = net[1].running_mean.tolist()
+    with model.summon_full_params() as module:
+        norm = sum(p.norm().item() for p in module.parameters())
+        module[1].running_var.mul_(2)
+        scale = module[1].running_var.tolist()
+    assert net[1].running_var.tolist() == scale
+    return norm, before, net[1].running_mean.tolist()
+
+
+@pytest.mark.slow
+def test_replicas_keep_buffers_of_their_own():
+    (norm, *first), (other, *second) = run_ranks(read_with_statistics, 2)
+    assert norm == other
+    assert first[0] == first[1] and second[0] == second[1] and first != second
+
+
 def mistakes():
     model, train = wrapped(SHARED)
     train(0)
@@ -205,6 +235,7 @@ def mistakes():
         (StepError, lambda module: loss_of(module, batch(1)).backward()),
         (ValueError, lambda module: int("x")),
         (RankMismatch, lambda module: module.last.bias.data.fill_(smp.rank())),
+        (RankMismatch, lambda module: smp.rank() and module.last.bias.data.fill_(5)),
     ):
         with pytest.raises(kind) as caught, model.summon_full_params() as module:
             mistake(module)
@@ -214,12 +245,13 @@ def mistakes():
 
 
 def test_mistakes_are_told():
-    for step, load, gradient, _, differing in run_ranks(mistakes, 2):
+    for step, load, gradient, _, differing, alone in run_ranks(mistakes, 2):
         assert "was called in a block of model.summon_full_params()" in step
         assert "Call it after the block" in load
         assert "first.weight has got a gradient in model.summon_full_params()" in gradient
         assert "have written other values in model.summon_full_params()" in differing
         assert "last.bias" in differing
+        assert "nothing" in alone
 
 
 def masters():
