@@ -124,11 +124,9 @@ class DistributedCopy(PartitionedModule):
         names, local = other.names_now, other.local_names or ()
         state.divide_as(other)
         state.place((names[n] for n in local if n in names), device)
-        for name, shard in state.shards.items():
+        for name in state.shards:
             if state.holds(name) and name not in state.parts:
-                part = shard.take(state.whole_on_host(name))
-                (part,) = self._backend.publish(self._backend.put([part]))
-                state.set_part(name, nn.Parameter(part, requires_grad=False))
+                state.take_part(name, state.whole_on_host(name), self._backend)
         state.end_dividing()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

@@ -27,7 +27,6 @@ __all__ = [
     "divide_over_group",
     "refuse_shared_parts",
     "refuse_with_divided_gradients",
-    "refuse_with_parts",
 ]
 
 
@@ -97,23 +96,14 @@ def refuse_with_divided_gradients(what: str, state: ModelState) -> None:
     Raises:
         ConfigError: `sharded_data_parallel_degree` or `shard_gradients` divides some.
     """
-    refuse_with_parts(what, state)
-    if state.gradient_shards:
-        raise ConfigError(
-            f"{what} does not go with shard_gradients yet, where every backward divides gradients "
-            f"over all replicas. Leave it out, or set shard_gradients: False."
-        )
-
-
-def refuse_with_parts(what: str, state: ModelState) -> None:
-    """Checks that parameters are whole here, before a call `what` that would not see their parts.
-
-    Raises:
-        ConfigError: `sharded_data_parallel_degree` divides some.
-    """
     if state.shards:
         raise ConfigError(
             f"{what} does not go with sharded_data_parallel_degree yet, where ranks hold parts of "
             f"parameters. Leave it out, or set sharded_data_parallel_degree: 1; "
             f"model.state_dict() gives whole tensors."
+        )
+    if state.gradient_shards:
+        raise ConfigError(
+            f"{what} does not go with shard_gradients yet, where every backward divides gradients "
+            f"over all replicas. Leave it out, or set shard_gradients: False."
         )

@@ -265,9 +265,7 @@ class ParameterStore:
 
     def set_part(self, name: str, value: torch.Tensor) -> None:
         """Holds this rank's part of a parameter, of which the value on the host is the whole."""
-        (part,) = self.backend.publish(self.backend.put([self.state.shards[name].take(value)]))
-        requires_grad = self.state.parameters[name].requires_grad
-        self.state.set_part(name, nn.Parameter(part, requires_grad=requires_grad))
+        self.state.take_part(name, value, self.backend)
 
     def update_parts(self) -> None:
         """Lets optimizers update the parts of parameters that are new here."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpxla.delayed import forget, is_delayed, materialize
+from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture.carried import CarriedTensor
 from mpxla.graph.capture.held_tensors import held_tensors
@@ -203,6 +204,12 @@ class ModelState:
         """The value of a parameter that is to be divided, before it is."""
         return materialize(name, self.parameters[name]).detach()
 
+    def take_part(self, name: str, value: torch.Tensor, backend: Backend) -> None:
+        """Holds this rank's part of a parameter, of which the value on the host is the whole."""
+        (part,) = backend.publish(backend.put([self.shards[name].take(value)]))
+        requires_grad = self.parameters[name].requires_grad
+        self.set_part(name, nn.Parameter(part, requires_grad=requires_grad))
+
     def set_part(self, name: str, part: nn.Parameter) -> None:
         """Holds a part of a parameter in the place of all of it."""
         self.parts[name] = part
@@ -313,10 +320,6 @@ class ModelState:
         names = other.names_now
         self.shards = {names[n]: shard for n, shard in other.shards.items() if n in names}
 
-    def drop_parts(self) -> None:
-        """All parameters are whole from here on."""
-        self.shards, self.gradient_shards, self.parts = {}, {}, {}
-
     def former_owner(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a host tensor shared its memory with before parameters moved."""
         if tensor.device.type != "cpu":
@@ -332,7 +335,7 @@ class ModelState:
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
         """Makes all parameters and buffers host tensors with these values, by any name."""
-        self.drop_parts()
+        self.shards, self.gradient_shards, self.parts = {}, {}, {}
         names, buffers = self.names_now, self.buffers
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():
