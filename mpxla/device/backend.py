@@ -82,6 +82,7 @@ class Backend(Protocol):
         is_host: whether the device's memory is the host's.
         has_doubles: whether programs may compute in float64.
         donates: whether programs take the memory of donated arguments.
+        builds_late: whether programs build a part of their code when they run first.
         num_compilations: programs that this process has compiled or found on disk so far.
         machine: a name for devices that run the same programs, for the folder of what is kept.
     """
@@ -98,6 +99,8 @@ class Backend(Protocol):
     def has_doubles(self) -> bool: ...  # noqa: D102
     @property
     def donates(self) -> bool: ...  # noqa: D102
+    @property
+    def builds_late(self) -> bool: ...  # noqa: D102
     @property
     def num_compilations(self) -> int: ...  # noqa: D102
     @property

@@ -60,6 +60,8 @@ def assign(tensor: torch.Tensor, value: torch.Tensor, is_seen: bool) -> bool:
 class TensorBuffers:
     """A part of `Backend`, for backends whose buffers are the tensors that users see."""
 
+    builds_late = False
+
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: it refers to none."""
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from mpxla.device.backend import Buffer
+from mpxla.device.backend import Backend, Buffer
+from mpxla.stage.spec import TensorSpec
 
 __all__ = ["LiveValues"]
 
@@ -41,6 +42,7 @@ class LiveValues:
     def __init__(self) -> None:
         self._values: dict[tuple[str, int, int], torch.Tensor] = {}
         self._arrivals: dict[tuple[str, int, int], tuple[Arrival, tuple[str, ...]]] = {}
+        self._awaited: dict[tuple[str, int, int], TensorSpec] = {}
         self._saved: dict[tuple[int, int], Sequence[Buffer]] = {}
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
@@ -57,10 +59,33 @@ class LiveValues:
         """Stores a value for a stage that will read it."""
         self._values[name, stage, microbatch] = value
 
-    def expect(self, names: tuple[str, ...], stage: int, microbatch: int, arrival: Arrival) -> None:
-        """Registers a message whose values `stage` will read."""
-        for name in names:
+    def expect(
+        self,
+        names: tuple[str, ...],
+        specs: Sequence[TensorSpec],
+        stage: int,
+        microbatch: int,
+        arrival: Arrival,
+    ) -> None:
+        """Registers a message whose values, of these specs, `stage` will read."""
+        for name, spec in zip(names, specs, strict=True):
             self._arrivals[name, stage, microbatch] = (arrival, names)
+            self._awaited[name, stage, microbatch] = spec
+
+    def rehearsal(self, stage: int, microbatch: int, backend: Backend) -> "LiveValues | None":
+        """What (stage, microbatch) reads, with zeros for what it awaits; None if it awaits nothing.
+
+        Whatever happens to them, these values here stay.
+        """
+        names = [key for key in self._arrivals if key[1:] == (stage, microbatch)]
+        if not names:
+            return None
+        found = LiveValues()
+        specs = [self._awaited[key] for key in names]
+        given = backend.put([torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs])
+        found._values = {**self._values, **dict(zip(names, given, strict=True))}
+        found._saved = dict(self._saved)
+        return found
 
     def take(self, name: str, stage: int, microbatch: int) -> torch.Tensor:
         """Removes and returns a value, waiting for its message if needed."""
@@ -72,6 +97,7 @@ class LiveValues:
             self.wait_s += time.perf_counter() - started
             for other, value in zip(names, values, strict=True):
                 del self._arrivals[other, stage, microbatch]
+                del self._awaited[other, stage, microbatch]
                 self._values[other, stage, microbatch] = value
         return self._values.pop(key)
 

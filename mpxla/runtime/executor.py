@@ -8,7 +8,7 @@ for messages that have not arrived when a program needs them.
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,7 +32,8 @@ class CompiledStage(PlannedStage):
     """A stage that this rank runs: its lowering and its executables.
 
     A backward is one program, or two if the schedule splits it. `prepare` gives the transposes of
-    weights that the forward takes last, and `finish` turns transposed accumulators round.
+    weights that the forward takes last, and `finish` turns transposed accumulators round. Whether
+    programs are worth a rehearsal, see `Executor`, is known when they are compiled.
     """
 
     forward: Executable
@@ -41,6 +42,7 @@ class CompiledStage(PlannedStage):
     weight_part: Executable | None = None
     prepare: Executable | None = None
     finish: Executable | None = None
+    is_rehearsed: bool = False
 
     @functools.cached_property
     def own_bytes(self) -> tuple[int, ...]:
@@ -109,7 +111,11 @@ class Executor:
 
     `on_reduce` is called with a stage whose gradients are complete. `input_leaves` tells which
     values that a stage reads are step inputs: stage -> name -> leaf. The backend is for schedules
-    that move saved values to the host.
+    that move saved values to the host, and for rehearsals.
+
+    Some programs take twice as long when they run first, and what ranks compute first waits for
+    each other: forwards from the first stage to the last one, then backwards. So a rank that waits
+    for the first input of such a program runs it on zeros meanwhile, and drops the results.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class Executor:
         self._link = link
         self._on_reduce = on_reduce
         self._held: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._have_run: set[tuple[Op, int]] = set()
         self._handlers: dict[Op, Callable[[Action, StepRun], None]] = {
             Op.FORWARD: self._run_forward,
             Op.BACKWARD: self._run_backward,
@@ -192,8 +199,24 @@ class Executor:
 
     def run_action(self, action: Action, step: StepRun) -> None:
         """Runs one action, or starts its program."""
+        if action.op.is_compute:
+            if (action.op, action.stage) not in self._have_run:
+                self._have_run.add((action.op, action.stage))
+                self._rehearse(action, step)
+            step.num_tasks += 1
         self._handlers[action.op](action, step)
-        step.num_tasks += action.op.is_compute
+
+    def _rehearse(self, action: Action, step: StepRun) -> None:
+        """Runs a program before its first input is there; see the class."""
+        is_profiled = step.recorder is not None
+        if not self._stages[action.stage].is_rehearsed or step.copies is not None or is_profiled:
+            return
+        assert self._backend is not None, "it says that programs build late"
+        values = step.values.rehearsal(action.stage, microbatch_of(action), self._backend)
+        if values is not None:
+            # What it hands on is replaced by what the action itself does, right after this.
+            own = {"accumulators": {}, "results": {}, "tensors": dict(step.tensors)}
+            self._handlers[action.op](action, replace(step, values=values, **own))
 
     def _run_forward(self, action: Action, step: StepRun) -> None:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
@@ -313,7 +336,8 @@ class Executor:
     def _receive_forward(self, action: Action, step: StepRun) -> None:
         transfer = self._forward[peer_of(action), action.stage]
         arrival = _observed(self._link.receive(transfer, "forward"), action, step.recorder)
-        step.values.expect(transfer.names, action.stage, microbatch_of(action), arrival)
+        place = action.stage, microbatch_of(action)
+        step.values.expect(transfer.names, transfer.specs, *place, arrival)
 
     def _send_backward(self, action: Action, step: StepRun) -> None:
         peer, microbatch = peer_of(action), microbatch_of(action)
@@ -329,7 +353,8 @@ class Executor:
         transfer = self._backward[peer, action.stage]
         arrival = _observed(self._link.receive(transfer, "backward"), action, step.recorder)
         names = tuple(_grad_name(name, peer) for name in transfer.names)
-        step.values.expect(names, action.stage, microbatch_of(action), arrival)
+        place = action.stage, microbatch_of(action)
+        step.values.expect(names, transfer.specs, *place, arrival)
 
     def _describe(self, action: Action) -> str:
         """An action with the shapes of what it moves."""

@@ -94,6 +94,8 @@ class PjrtBackend(Alone):
     def __init__(self, platform: str | None = None, key_kind: str | None = None):
         self._device = _find_device(platform)
         self.is_host = self._device.platform == "cpu"
+        # The libraries that multiply there, YNN and oneDNN, write their kernels at the first call.
+        self.builds_late = self.is_host
         is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
         index = self._device.local_hardware_id or 0
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")

@@ -1,12 +1,14 @@
 """All that a rank needs to run a step: its schedule, and the compiled programs of its stages."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch._ops import HigherOrderOperator
+
 from mpxla.comm.transport import Groups
-from mpxla.device.backend import Backend, Executable, Lowering
-from mpxla.graph.collectives import REPLICA_GROUP
+from mpxla.device.backend import Backend, Executable
+from mpxla.graph.collectives import REPLICA_GROUP, is_collective
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.stepgraph import is_random
 from mpxla.runtime.executor import CompiledStage
@@ -115,9 +117,7 @@ def compile_stages(
     # A number of bytes is logged with what it leads to, in every start.
     is_new = bool(shards or gradient_shards) or isinstance(activation_memory, int)
     planned = plan() if kept is None or is_new else kept.planned(own, facts, plan)
-    programs = {
-        index: _compile_stage(stage, backend.lowering, compile_) for index, stage in planned.items()
-    }
+    programs = {index: _compile_stage(stage, backend, compile_) for index, stage in planned.items()}
     return StepPlan(
         cut=cut,
         schedule=schedule,
@@ -127,9 +127,9 @@ def compile_stages(
     )
 
 
-def _compile_stage(stage: PlannedStage, lowering: Lowering, compile_: _Compile) -> CompiledStage:
+def _compile_stage(stage: PlannedStage, backend: Backend, compile_: _Compile) -> CompiledStage:
     """A backward is one program, or two, of which either may be empty."""
-    lowered, split = stage.lowered, stage.split
+    lowered, split, lowering = stage.lowered, stage.split, backend.lowering
     name, inputs = f"stage {lowered.spec.index}", lowered.backward_inputs
     # Their first arguments are the gradients so far, which their first results replace.
     donated = range(lowered.num_accumulators)
@@ -152,7 +152,7 @@ def _compile_stage(stage: PlannedStage, lowering: Lowering, compile_: _Compile) 
 
     prepare = transposed("prepare", [lowered.forward_inputs[i] for i in lowered.transposed_weights])
     finish = transposed("finish", [inputs[i] for i in lowered.transposed_gradients])
-    return CompiledStage(
+    found = CompiledStage(
         lowered,
         split,
         forward=forward,
@@ -161,6 +161,18 @@ def _compile_stage(stage: PlannedStage, lowering: Lowering, compile_: _Compile) 
         weight_part=weight_part,
         prepare=prepare,
         finish=finish,
+    )
+    return replace(found, is_rehearsed=backend.builds_late and _runs_on_zeros(found))
+
+
+def _runs_on_zeros(stage: CompiledStage) -> bool:
+    """Whether programs take any values: none loops until one is right, or runs with other ranks."""
+    forward, backward = stage.lowered.forward, stage.lowered.backward
+    graphs = [forward.graph, *([] if backward is None else [backward.derivative.graph])]
+    return not any(isinstance(p, PiecewiseExecutable) for p in stage.programs) and not any(
+        isinstance(node.target, HigherOrderOperator) or is_collective(node)
+        for graph in graphs
+        for node in graph.nodes
     )
 
 

@@ -108,6 +108,7 @@ class NullBackend(Alone):
     is_host = True
     has_doubles = True
     donates = True
+    builds_late = False
     lowering: Lowering = field(default_factory=plain_lowering)
     compiled: list[NullExecutable] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)

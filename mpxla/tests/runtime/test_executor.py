@@ -47,8 +47,9 @@ def run(backend, plan, pp_rank):
     )
     leaves = {s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages}
     link, reduced = Link(backend), []
+    edges = cut.forward, cut.backward
     executor = Executor(
-        plan.programs, cut.forward, cut.backward, link, lambda s, _: reduced.append(s), leaves
+        plan.programs, *edges, link, lambda s, _: reduced.append(s), leaves, backend
     )
     backend.calls.clear()
     executor.run(plan.schedule[pp_rank], step)
@@ -122,3 +123,19 @@ def test_an_error_names_the_action():
     with pytest.raises(MpxlaError, match="stage 0 backward takes") as caught:
         run(backend, plan, 0)
     assert "while running 0B0 (backward of stage 0, microbatch 0)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(("pp_rank", "which"), [(0, "backward"), (1, "forward")])
+def test_what_a_rank_waits_for_is_rehearsed_on_zeros(pp_rank, which):
+    plain, late = NullBackend(), NullBackend()
+    late.builds_late = True
+    runs = [run(b, plan_of(b, pp_rank, 2), pp_rank) for b in (plain, late)]
+    (step, link, reduced, calls), (rehearsed, other_link, other_reduced, other) = runs
+    name = f"stage {pp_rank} {which}"
+    assert other.count(name) == NUM_MICROBATCHES + 1
+    assert other.index(name) < other.index(f"take {which}")
+    other.remove(name)
+    assert other == calls and other_reduced == reduced
+    assert rehearsed.values.is_empty() and rehearsed.num_tasks == step.num_tasks
+    assert dict(rehearsed.values.peak_in_flight) == dict(step.values.peak_in_flight)
+    assert other_link.sent == link.sent and rehearsed.results.keys() == step.results.keys()
