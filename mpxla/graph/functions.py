@@ -17,9 +17,16 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
-from mpxla.graph.typed import Function
+from mpxla.graph.typed import Function, arguments_of
 
-__all__ = ["TracedFunction", "applied", "operator_of", "traced_function"]
+__all__ = [
+    "PartialFunction",
+    "TracedFunction",
+    "applied",
+    "hands_back",
+    "operator_of",
+    "traced_function",
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class TracedFunction:
             are no arguments of `backward`.
         is_differentiated: for every input whether `backward` gives its gradient.
         is_random: whether it draws random numbers.
+        partial: what it is where only some of its results have a gradient, if that is another.
     """
 
     name: str
@@ -44,15 +52,32 @@ class TracedFunction:
     has_gradient: tuple[bool, ...]
     is_differentiated: tuple[bool, ...]
     is_random: bool
+    partial: "tuple[PartialFunction, ...]" = ()
 
     def key(self) -> str:
         """Equal for functions that compute the same."""
         values = [node.meta["val"] for node in self.forward.find_nodes(op="placeholder")]
         inputs = [(tuple(value.shape), value.dtype) for value in values]
         flags = (self.has_gradient, self.is_differentiated)
-        parts = (self.forward, self.backward, inputs, self.results, flags)
+        partial = [(part.used, part.function.key(), part.inputs) for part in self.partial]
+        parts = (self.forward, self.backward, inputs, self.results, flags, partial)
         digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         return f"{self.name}_{digest[:16]}"
+
+
+@dataclass(frozen=True)
+class PartialFunction:
+    """A function some of whose results have no gradient.
+
+    Attributes:
+        used: for every result whether it has one.
+        function: with as many results.
+        inputs: which of the inputs it takes.
+    """
+
+    used: tuple[bool, ...]
+    function: TracedFunction
+    inputs: tuple[int, ...]
 
 
 _library = torch.library.Library("mpxla_functions", "DEF")
@@ -63,6 +88,15 @@ _functions: dict[Any, TracedFunction] = {}
 def traced_function(target: Any) -> TracedFunction | None:
     """The function whose operator a node calls; None for other operators."""
     return _functions.get(target)
+
+
+def hands_back(node: fx.Node, tensor: fx.Node) -> bool:
+    """Whether a node that gets a gradient gives some of it to a tensor that it reads."""
+    function = traced_function(node.target)
+    if function is None:
+        return True
+    pairs = zip(arguments_of(node)[0], function.is_differentiated, strict=True)
+    return any(wanted for given, wanted in pairs if given is tensor)
 
 
 def operator_of(function: TracedFunction) -> Callable[[Sequence[torch.Tensor]], Any]:

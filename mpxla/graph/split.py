@@ -8,9 +8,10 @@ same on every rank. This module must not know how the assignment was found, nor 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
+from mpxla.graph.functions import hands_back
+from mpxla.graph.reaching import reaching, requires_grad
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, StepGraph
 from mpxla.stage.spec import InputPort, OutputPort, StageSpec, TensorSpec, Transfer
 
@@ -44,8 +45,10 @@ class _Borders:
 
     def has_grad(self, node: fx.Node, stage: int) -> bool:
         """Whether `stage` contributes to the gradient of `node`."""
-        return _requires_grad(node) and any(
-            user in self.reaches_objective and stage in self.stages_of.get(user, ())
+        return requires_grad(node) and any(
+            user in self.reaches_objective
+            and stage in self.stages_of.get(user, ())
+            and hands_back(user, node)
             for user in node.users
         )
 
@@ -94,29 +97,19 @@ def _transfers(crossings: Iterable[tuple[int, int, InputPort]]) -> tuple[Transfe
     )
 
 
-def _requires_grad(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
-
-
 def trained_by(step: StepGraph) -> set[str]:
     """Parameters that get gradients in a step; in an evaluation, those that want some."""
     reaching = _reaching(step) if step.is_training else step.graph.nodes
     return {
         role.name
         for node, role in step.roles.items()
-        if role.kind is InputKind.PARAMETER and node in reaching and _requires_grad(node)
+        if role.kind is InputKind.PARAMETER and node in reaching and requires_grad(node)
     }
 
 
 def _reaching(step: StepGraph) -> set[fx.Node]:
-    """Nodes through which gradients of an objective flow."""
-    reaching = {node for node, role in step.ends if role.kind is OutputKind.OBJECTIVE}
-    for node in reversed(list(step.graph.nodes)):
-        if _requires_grad(node) and any(user in reaching for user in node.users):
-            reaching.add(node)
-    return reaching
+    ends = [node for node, role in step.ends if role.kind is OutputKind.OBJECTIVE]
+    return reaching(step.graph, ends)
 
 
 def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:

@@ -10,13 +10,16 @@ This module must not know how the step is captured or lowered.
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn, overrides
 from torch._C import DisableTorchFunction
+from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_functionalize
 from torch.autograd.function import FunctionCtx
@@ -26,14 +29,20 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.functions import TracedFunction, operator_of
+from mpxla.graph.functions import PartialFunction, TracedFunction, operator_of
 from mpxla.graph.normalize import has_writes
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
 from mpxla.graph.typed import outputs_of
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["DifferentiatesInsideError", "apply_captured", "own_containers"]
+__all__ = [
+    "DifferentiatesInsideError",
+    "apply_captured",
+    "bound",
+    "has_own_setup",
+    "own_containers",
+]
 
 _KnowAs = Callable[[torch.Tensor, torch.Tensor], None]
 """Makes known of one tensor what is known of the value of another."""
@@ -59,6 +68,7 @@ class _Context(FunctionCtx):
         self.to_save: tuple[Any, ...] = ()
         self.non_differentiable: tuple[Any, ...] = ()
         self.dirty_tensors: tuple[Any, ...] = ()
+        self.materialize_grads = True
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
@@ -72,16 +82,26 @@ class _Context(FunctionCtx):
 
 
 class _Traced:
-    """The function as a graph: forward, then one node for every gradient, then backward."""
+    """The function as a graph: forward, then one node for every gradient, then backward.
 
-    def __init__(self, function: Any, args: tuple[Any, ...], know_as: _KnowAs):
-        self._function, self._args, self._know_as = function, args, know_as
+    Only the results that are `used` have a gradient, if that is given.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        know_as: _KnowAs,
+        used: Sequence[bool] | None = None,
+    ):
+        self._function, self._args, self._know_as, self._used = function, args, know_as, used
         leaves, self._spec = pytree.tree_flatten(args)
         self._sizes = [len(pytree.tree_leaves(argument)) for argument in args]  # a dict may grow
         self._leaves = leaves
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.results: Any = None
         self.has_gradient: list[bool] = []
+        self.wants_zeros = True  # for results that have no gradient
         self._forward_names: set[str] = set()
         self.tensors = [leaves[i] for i in self._places]
         self.changed: list[int] = []
@@ -94,6 +114,8 @@ class _Traced:
         except _WritesError as error:
             self.changed = error.places
             module = None
+        if module is not None and _has_rows(module.graph):
+            module = self._trace(stand_ins, self._joint, is_composed=False)
         if module is None or has_writes(module.graph):
             functional = dispatch_functionalize(self._joint)
             try:
@@ -176,13 +198,22 @@ class _Traced:
             )
         if changed and not self.changed:
             raise _WritesError(changed)
-        results = [r for r in _as_tuple(self.results) if isinstance(r, torch.Tensor)]
+        returned = _returned(self.results)
+        leaves = ((leaf, leaf is r) for r in returned for leaf in pytree.tree_leaves(r))
+        pairs = [(leaf, is_one) for leaf, is_one in leaves if isinstance(leaf, torch.Tensor)]
+        results = [tensor for tensor, _ in pairs]
         fixed = {id(tensor) for tensor in context.non_differentiable}
-        self.has_gradient = [r.is_floating_point() and id(r) not in fixed for r in results]
+        # PyTorch sees no tensors in a list or dictionary that is returned.
+        self.has_gradient = [
+            is_one and r.is_floating_point() and id(r) not in fixed for r, is_one in pairs
+        ]
         count = len(results)
         # What an argument then holds: later uses have the gradient of the argument, as in torch.
         results += [own[i] for i in self.changed]
         self.has_gradient += [self.tensors[i].requires_grad for i in self.changed]
+        if self._used is not None:
+            self.has_gradient = list(self._used)
+        self.wants_zeros = context.materialize_grads
         for result in results:
             if isinstance(result, FunctionalTensor):  # reads writes to its memory now, not later
                 torch._sync(result)  # pyright: ignore[reportPrivateUsage]
@@ -196,14 +227,16 @@ class _Traced:
                 for r, has_gradient in zip(results, self.has_gradient, strict=True)
             ]
         filled = iter(
-            torch.zeros(r.shape, dtype=r.dtype) if g is None else g
-            for r, g in zip(results, given, strict=True)
+            torch.zeros(r.shape, dtype=r.dtype) if g is None and self.wants_zeros else g
+            for (r, is_one), g in zip(pairs, given, strict=False)
+            if is_one
         )
-        flat = _as_tuple(self.results)
-        gradients = (next(filled) if isinstance(r, torch.Tensor) else None for r in flat)
+        gradients = (next(filled) if isinstance(r, torch.Tensor) else None for r in returned)
         # A backward runs without autocast, but for what `custom_bwd` does.
         torch.set_autocast_enabled("cpu", False)
-        found = _as_tuple(self._function.backward(context, *gradients))
+        found: tuple[Any, ...] = ()
+        if any(self.has_gradient[:count]):  # PyTorch calls it for no other
+            found = _as_tuple(self._function.backward(context, *gradients))
         of_inputs = self._of_inputs(found, inputs)
         for i, gradient in zip(self.changed, given[count:], strict=True):
             known = of_inputs[i]
@@ -289,6 +322,16 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+def _has_rows(graph: fx.Graph) -> bool:
+    """Whether `torch.vmap` ran, of which torch's tracer sees only parts above autograd."""
+    targets = (node.target for node in graph.nodes if node.op == "call_function")
+    return any(getattr(t, "__module__", None) == predispatch.__name__ for t in targets)
+
+
+def _returned(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, tuple) else (results,)
+
+
 def _leaves_of(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that a graph of autograd adds gradients to."""
     waiting: list[Any] = [root.grad_fn for root in roots]
@@ -304,14 +347,15 @@ def _leaves_of(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _run_forward(function: Any, context: _Context, args: tuple[Any, ...]) -> Any:
-    if not _has_own_setup(function):
+    if not has_own_setup(function):
         return function.forward(context, *args)
     results = function.forward(*args)
     function.setup_context(context, args, results)
     return results
 
 
-def _has_own_setup(function: Any) -> bool:
+def has_own_setup(function: Any) -> bool:
+    """Whether `forward` has no `ctx`, which transforms of `torch.func` ask for."""
     return function.setup_context is not torch.autograd.Function.setup_context
 
 
@@ -372,6 +416,15 @@ def _lifted(module: fx.GraphModule, forward_names: set[str]) -> list[torch.Tenso
     return list(found.values())
 
 
+def bound(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a function by their places, with defaults where PyTorch fills them in."""
+    if not kwargs and not has_own_setup(function):
+        return args
+    found = inspect.signature(function.forward).bind(*args, **kwargs)
+    found.apply_defaults()
+    return found.args
+
+
 def apply_captured(
     function: Any,
     args: tuple[Any, ...],
@@ -388,17 +441,42 @@ def apply_captured(
     Raises:
         CaptureError: it changes an argument in place.
     """
-    if kwargs or _has_own_setup(function):
-        bound = inspect.signature(function.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        args = bound.args
+    args = bound(function, args, kwargs)
     traced = _Traced(function, args, know_as)
-    operator = cast(Any, operator_of(traced.divided()))
+    divided = replace(traced.divided(), partial=_partial(traced, function, args, know_as))
+    operator = cast(Any, operator_of(divided))
     if is_kept:
         has_side_effect(operator)
     found = iter(operator([*traced.tensors, *traced.outside]))
-    flat = _as_tuple(traced.results)
-    results = tuple(next(found) if isinstance(r, torch.Tensor) else r for r in flat)
+    results = tuple(
+        pytree.tree_map_only(torch.Tensor, lambda _: next(found), r)
+        for r in _returned(traced.results)
+    )
     for place in traced.changed:
         traced.tensors[place].copy_(next(found))
-    return results[0] if isinstance(traced.results, torch.Tensor) else results
+    return results if isinstance(traced.results, tuple) else results[0]
+
+
+_MOST_RESULTS = 3  # seven combinations
+
+
+def _partial(
+    traced: _Traced, function: Any, args: tuple[Any, ...], know_as: _KnowAs
+) -> tuple[PartialFunction, ...]:
+    """What the function is where some of its results turn out to have no gradient.
+
+    Its backward can tell only after `ctx.set_materialize_grads(False)`: it gets None, and may give
+    None to inputs, which then have no gradient either. Others get zeros.
+    """
+    places = [i for i, has_gradient in enumerate(traced.has_gradient) if has_gradient]
+    if traced.wants_zeros or not 1 < len(places) <= _MOST_RESULTS:
+        return ()
+    known = [id(tensor) for tensor in (*traced.tensors, *traced.outside)]
+    found: list[PartialFunction] = []
+    for count in range(1, len(places)):
+        for chosen in itertools.combinations(places, count):
+            used = tuple(i in chosen for i in range(len(traced.has_gradient)))
+            part = _Traced(function, args, know_as, used)
+            inputs = [*range(len(part.tensors)), *(known.index(id(t)) for t in part.outside)]
+            found.append(PartialFunction(used, part.divided(), tuple(inputs)))
+    return tuple(found)

@@ -30,6 +30,7 @@ from mpxla.graph.later_values import settle_reads
 from mpxla.graph.normalize import check_operators, normalize
 from mpxla.graph.python.counts import check_counts
 from mpxla.graph.python.rewritten import ChangedArgumentError
+from mpxla.graph.reaching import leave_out_unused
 from mpxla.graph.renorms import replace_renorms
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, describe
 from mpxla.graph.typed import input_of, outputs_of
@@ -97,6 +98,9 @@ def functional_step(
     graph.eliminate_dead_code()
     is_trained = [r.kind is InputKind.PARAMETER and r.name in trainable for r in inputs]
     _annotate(program.graph_module, is_trained, num_objectives > 0, fake_mode)
+    if leave_out_unused(graph, [n for n, r in ends if r.kind is OutputKind.OBJECTIVE]):
+        graph.eliminate_dead_code()
+        _annotate(program.graph_module, is_trained, num_objectives > 0, fake_mode)
     if not is_trial:
         _check_objectives(graph, outputs)
     return FunctionalStep(graph, tuple(inputs), tuple(outputs))

@@ -20,9 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.autograd import apply_captured, own_containers
+from mpxla.graph.capture.autograd import (
+    apply_captured,
+    bound,
+    has_own_setup,
+    own_containers,
+)
 from mpxla.graph.capture.checkpoints import run_checkpointed
 from mpxla.graph.capture.collectives import Replicas
+from mpxla.graph.capture.transforms import in_vmap, vmapped
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 
@@ -115,18 +121,25 @@ def own_backwards_captured(
     # Its apply calls that of its base, also one that a module has bound before: `f = F.apply`.
     base: Any = function.__mro__[1]
 
-    def apply(cls: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def apply(
+        cls: Any, own: Callable[..., Any], args: Any, kwargs: Any, is_of_rows: bool = False
+    ) -> Any:
         args, kwargs = own_containers(args, read(args)), read(kwargs)
         if cls is CheckpointFunction:
             body, _, *inputs = args
             return reentrant(lambda: run_checkpointed(body, inputs))
         if replicas.takes(cls):
             return replicas.call(cls, args, kwargs)
+        if in_vmap() and has_own_setup(cls):
+            return vmapped(cls, bound(cls, args, kwargs), of_rows)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if counts and not cls.__module__.startswith(("torch.", "mpxla.graph.")):
+        if counts and (is_of_rows or not cls.__module__.startswith(("torch.", "mpxla.graph."))):
             return apply_captured(cls, args, kwargs, know_as=know_as)
         return own(*args, **kwargs)
+
+    def of_rows(cls: Any, *args: Any) -> Any:
+        return apply(cls, original.__get__(None, cls), args, {}, is_of_rows=True)
 
     def of_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(cls, original.__get__(None, cls), args, kwargs)

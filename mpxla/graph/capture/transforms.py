@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._C._functorch import peek_interpreter_stack
-from torch._functorch import eager_transforms
+from torch._functorch import autograd_function, eager_transforms
 from torch._functorch import vmap as vmap_module
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from mpxla.errors import CaptureError
@@ -22,10 +23,11 @@ from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
-__all__ = ["transforms_captured"]
+__all__ = ["in_vmap", "transforms_captured", "vmapped"]
 
 _torchs: Any = eager_transforms
 _torchs_vmap: Any = vmap_module
+_functions: Any = autograd_function
 _levels: Callable[[], Any] = peek_interpreter_stack
 
 
@@ -33,8 +35,24 @@ class _InsideOfVmapError(CaptureError):
     """A derivative inside of `torch.vmap`, whose rows are to be computed one after the other."""
 
 
+def in_vmap() -> bool:
+    """Whether `torch.vmap` is running; derivatives have no level in a captured step."""
+    return _levels() is not None
+
+
+def vmapped(function: Any, args: tuple[Any, ...], call: Callable[..., Any]) -> Any:
+    """What a `torch.autograd.Function` returns inside of `torch.vmap`.
+
+    Torch goes by the function's own `vmap`, or makes a function for all rows of it, which is
+    applied outside of this `torch.vmap` by `call`.
+    """
+    with exchanged(_functions, custom_function_call=call):
+        interpreter = retrieve_current_functorch_interpreter()
+        return _functions.custom_function_call_vmap(interpreter, function, *args)
+
+
 def _leaf(tensor: Any) -> Any:
-    if _levels() is not None:  # of torch.func; derivatives have no level here
+    if in_vmap():
         raise _InsideOfVmapError(
             f"A derivative of torch.func is taken inside of torch.vmap with randomness='same' in a "
             f"step function{at_user_line()}, which a captured step cannot follow. Take one after "
