@@ -30,6 +30,12 @@ from mpxla.stage.spec import TensorSpec
 __all__ = ["EagerBackend", "EagerExecutable"]
 
 _aten = torch.ops.aten
+_WANT_CONTIGUOUS = (
+    _aten.native_group_norm.default,
+    _aten.native_group_norm_backward.default,
+    _aten.nll_loss2d_backward.default,
+)
+"""Operators whose kernels on the host take no other layout."""
 
 
 class EagerExecutable:
@@ -69,7 +75,7 @@ class _Operators(fx.Interpreter):
             target = _aten.reshape.default
         elif target is _aten.as_strided.default:
             args = (_laid_out(args[0], self.current.args[0]), *args[1:])
-        elif target in (_aten.native_group_norm.default, _aten.native_group_norm_backward.default):
+        elif target in _WANT_CONTIGUOUS:
             args = tuple(a.contiguous() if isinstance(a, torch.Tensor) else a for a in args)
         return super().call_function(target, args, kwargs)
 

@@ -42,7 +42,8 @@ class TracedFunction:
             are no arguments of `backward`.
         is_differentiated: for every input whether `backward` gives its gradient.
         is_random: whether it draws random numbers.
-        partial: what it is where only some of its results have a gradient, if that is another.
+        partial: what it is where only some of its results have a gradient, if that is another;
+            None if it may be, and there are too many results to know.
     """
 
     name: str
@@ -52,15 +53,16 @@ class TracedFunction:
     has_gradient: tuple[bool, ...]
     is_differentiated: tuple[bool, ...]
     is_random: bool
-    partial: "tuple[PartialFunction, ...]" = ()
+    partial: "tuple[PartialFunction, ...] | None" = ()
 
     def key(self) -> str:
         """Equal for functions that compute the same."""
         values = [node.meta["val"] for node in self.forward.find_nodes(op="placeholder")]
         inputs = [(tuple(value.shape), value.dtype) for value in values]
         flags = (self.has_gradient, self.is_differentiated)
-        partial = [(part.used, part.function.key(), part.inputs) for part in self.partial]
-        parts = (self.forward, self.backward, inputs, self.results, flags, partial)
+        partial = [(part.used, part.function.key(), part.inputs) for part in self.partial or ()]
+        known = self.partial is not None, partial
+        parts = (self.forward, self.backward, inputs, self.results, flags, known)
         digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         return f"{self.name}_{digest[:16]}"
 

@@ -13,6 +13,8 @@ from torch import fx
 
 from mpxla.graph.functions import TracedFunction, hands_back, operator_of, traced_function
 from mpxla.graph.typed import arguments_of
+from mpxla.graph.user_code import line_of
+from mpxla.log import warn_once
 
 __all__ = ["leave_out_unused", "reaching", "requires_grad"]
 
@@ -52,7 +54,7 @@ def leave_out_unused(graph: fx.Graph, objectives: Iterable[fx.Node]) -> bool:
     found, is_changed = set(objectives), False
     for node in reversed(list(graph.nodes)):
         function = traced_function(node.target)
-        if function is not None and function.partial:
+        if function is not None and function.partial != ():
             is_changed |= _use_part(node, function, found)
         if _is_reached(node, found):
             found.add(node)
@@ -64,7 +66,16 @@ def _use_part(node: fx.Node, function: TracedFunction, found: set[fx.Node]) -> b
     assert all(user.target is operator.getitem for user in parts), "it returns a list"
     places = {arguments_of(user)[1] for user in parts}
     used = tuple(i in places for i in range(len(function.results)))
-    for partial in function.partial:
+    if function.partial is None and 0 < sum(used) < sum(function.has_gradient):
+        line = line_of(node)
+        warn_once(
+            f"unused{line}",
+            f"{function.name}{line} has {len(used)} results, of which some have no gradient. After "
+            f"ctx.set_materialize_grads(False) PyTorch gives its backward None for them; here it "
+            f"gets zeros, because there are more than a few. Parameters that are used for nothing "
+            f"else then have zeros, which weight decay and momentum move, in place of no gradient.",
+        )
+    for partial in function.partial or ():
         if partial.used == used:
             inputs = arguments_of(node)[0]
             node.target = cast(Any, operator_of(partial.function))

@@ -457,20 +457,23 @@ def apply_captured(
     return results if isinstance(traced.results, tuple) else results[0]
 
 
-_MOST_RESULTS = 3  # seven combinations
+_MOST_RESULTS = 4  # fifteen combinations
 
 
 def _partial(
     traced: _Traced, function: Any, args: tuple[Any, ...], know_as: _KnowAs
-) -> tuple[PartialFunction, ...]:
+) -> tuple[PartialFunction, ...] | None:
     """What the function is where some of its results turn out to have no gradient.
 
     Its backward can tell only after `ctx.set_materialize_grads(False)`: it gets None, and may give
-    None to inputs, which then have no gradient either. Others get zeros.
+    None to inputs, which then have no gradient either. Others get zeros, as all do that have too
+    many results for every combination to be traced.
     """
     places = [i for i, has_gradient in enumerate(traced.has_gradient) if has_gradient]
-    if traced.wants_zeros or not 1 < len(places) <= _MOST_RESULTS:
+    if traced.wants_zeros or len(places) < 2:
         return ()
+    if len(places) > _MOST_RESULTS:
+        return None
     known = [id(tensor) for tensor in (*traced.tensors, *traced.outside)]
     found: list[PartialFunction] = []
     for count in range(1, len(places)):

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mpxla as smp
@@ -102,7 +103,7 @@ def test_trains_as_in_one_process(case):
 
 
 class WritesAndGroups(nn.Module):
-    """Assigns to a part of a tensor, and normalizes groups of channels of a transposed one."""
+    """Assigns to a part of a tensor; groups of channels and classes of a transposed one."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +113,9 @@ class WritesAndGroups(nn.Module):
     def forward(self, x):
         y = self.line(x)
         y[..., ::2] *= 0.5
-        return (self.norm(y.transpose(1, 2)).transpose(1, 2) * x).sum()
+        classes = torch.zeros(x.shape[:2], dtype=torch.int64)
+        loss = F.nll_loss(y.log_softmax(-1).transpose(1, 2), classes)
+        return loss + (self.norm(y.transpose(1, 2)).transpose(1, 2) * x).sum()
 
 
 def gradients_of(make):
