@@ -43,13 +43,15 @@ def summoned(model: "PartitionedModule", session: Session, writeback: bool) -> G
     if not model.partitioned:
         model.check_values(_CALL, {**state.parameters, **state.buffers})
     found = whole_values(model, session, f"{_CALL}{line}")
-    tensors = {name: found[id(own)] for name, own in {**state.parameters, **state.buffers}.items()}
+    held = {**state.parameters, **state.buffers}
+    tensors = {name: found[id(own)] for name, own in held.items() if id(own) in found}
     before = _digests(tensors) if writeback else {}
     for name, parameter in state.parameters.items():
         vars(tensors[name]).update(set_by_users(parameter))
     with state.lent(found), whole_layers(model.module):
         yield model.module
-        tensors |= state.buffers  # a script may have put others there
+        # A script may have put others there.
+        tensors |= {name: value for name, value in state.buffers.items() if name in tensors}
     trained = [name for name, value in tensors.items() if value.grad is not None]
     if trained:
         raise StepError(

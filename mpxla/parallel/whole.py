@@ -80,15 +80,20 @@ def save_whole(model: "DistributedModel", session: Session) -> None:
 def whole_values(model: "PartitionedModule", session: Session, what: str) -> dict[int, Any]:
     """Copies of all parameters and buffers, whole and on the host, by the ids of the model's own.
 
-    All ranks of a replica make the call `what` of the user; all ranks of the job, if some
-    parameters are divided.
+    Without tensors in attributes that were computed of divided parameters, as no rank has values of
+    these (`torch.nn.utils.weight_norm` leaves one; each forward makes it anew). All ranks of a
+    replica make the call `what` of the user; all ranks of the job, if some parameters are divided.
     """
     state = model.tensors
     tensors: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     values = {name: tensor.detach() for name, tensor in tensors.items()}
     if model.partitioned:
         held = (state.local_names or frozenset()) - state.parts.keys()
-        own = {name: value for name, value in values.items() if name in held}
+        own = {
+            name: value
+            for name, value in values.items()
+            if name in held and not (value.is_meta and state.is_carried(name))
+        }
         group = session.topology.pp_group(session.rank)
         together = session.topology.world_group() if state.shards else group
         with model.together(what, together), session.gathering(what, group):
@@ -99,6 +104,8 @@ def whole_values(model: "PartitionedModule", session: Session, what: str) -> dic
     values = model.with_whole_tensors(values)
     found: dict[int, Any] = {}
     for name, tensor in tensors.items():
+        if name not in values and state.is_carried(name):
+            continue
         value = values[name].clone()
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)

@@ -357,10 +357,11 @@ class ModelState:
         They are given by the ids of the own ones. A script may move them in the module.
         """
         buffers = self.buffers
+        lent = {name: others[id(own)] for name, own in buffers.items() if id(own) in others}
         own = {id(others[id(p)]): p for p in self.parameters.values()}
         self._put(others)
-        for name, buffer in buffers.items():
-            self.set_buffer(name, others[id(buffer)])
+        for name, buffer in lent.items():
+            self.set_buffer(name, buffer)
         self.is_lent = True
         try:
             yield

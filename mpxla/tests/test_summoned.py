@@ -224,6 +224,31 @@ def test_replicas_keep_buffers_of_their_own():
     assert first[0] == first[1] and second[0] == second[1] and first != second
 
 
+def with_computed_weights():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(8, 16), torch.nn.utils.weight_norm(nn.Linear(16, 4)))
+
+
+def computed_weights():
+    """`weight_norm` leaves a tensor in an attribute that is computed of divided parameters."""
+    smp.init({"microbatches": 2, **SHARED})
+    plain, model = with_computed_weights(), smp.DistributedModel(with_computed_weights())
+    smp.step(lambda model, x: model(x))(model, batch(0))
+    with model.summon_full_params() as module, torch.no_grad():
+        module[1].weight_v.mul_(2)
+        for net in (module, plain):
+            net[1].weight_g.mul_(3)
+        names = [name for name, _ in module.named_parameters()]
+        return module(batch(1)), plain(batch(1)), names
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_that_are_computed_of_divided_ones_are_computed_anew():
+    for called, expected, names in run_ranks(computed_weights, 2):
+        close(called, expected)
+        assert set(names) == {"0.weight", "0.bias", "1.weight_g", "1.weight_v", "1.bias"}
+
+
 def mistakes():
     model, train = wrapped(SHARED)
     train(0)
