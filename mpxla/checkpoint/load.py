@@ -60,11 +60,12 @@ def resume_from_checkpoint(
 ) -> Any:
     """Loads a checkpoint; every rank must call it, after wrapping model and optimizer.
 
-    Everything is checked at once; with several stages, values are loaded in the first step, when it
-    is known which rank holds what (settings of the optimizer, such as learning rates, at once). The
-    number of stages and replicas may differ from when it was saved. Random states are those of the
-    same rank if the topology is the same, else the host's of the replica's first rank. A checkpoint
-    that is still being written in the background is waited for.
+    Everything is checked at once, and the model's values and settings of the optimizer, such as
+    learning rates, are loaded at once. The optimizer's state, and values of a model that has none
+    yet (`smp.delay_param_initialization`), are loaded in the first step, when it is known which
+    rank holds what. The number of stages and replicas may differ from when it was saved. Random
+    states are those of the same rank if the topology is the same, else the host's of the replica's
+    first rank. A checkpoint that is still being written in the background is waited for.
     (SMP API reference, "smp.resume_from_checkpoint".)
 
     Args:
@@ -196,8 +197,10 @@ def _copy_into(
     model: DistributedModel, names: Mapping[str, str], read: Callable[[str, Shard | None], Any]
 ) -> None:
     """Loads what this rank holds, and reads nothing else (of formats that allow it)."""
-    local = {name for name, _ in model.local_named_parameters()}
-    local |= {name for name, _ in model.local_named_buffers()}
+    local = set(names)
+    if model.partitioned:
+        local = {name for name, _ in model.local_named_parameters()}
+        local |= {name for name, _ in model.local_named_buffers()}
     shards, canonical = model.shards_of_tensors, model.canonical_names
     divided = {n for n in names if canonical[n] in model.tensors.parts}
     for name in sorted(divided & local):  # one by one: together they may be more than a host has
@@ -248,7 +251,7 @@ class _FullLoader:
             check_zip(self._user_file)
 
     def load(self, load_optimizer: bool) -> Any:
-        """Loads the model, now or when it is partitioned; returns the user content."""
+        """Loads the model, see `load_when_placed`; returns the user content."""
         model, read = self._model, self._source.read
         # The model takes its parts of whole tensors itself.
         model.load_when_placed(lambda: _copy_into(model, self._names, lambda name, _: read(name)))
@@ -296,7 +299,7 @@ class _PartialLoader:
         check_share(self._folder, self._manifest, rank, world_size)
 
     def load(self, load_optimizer: bool) -> Any:
-        """Loads everything, now or when the model is partitioned; returns the user content."""
+        """Loads everything, see `load_when_placed`; returns the user content."""
         model, optimizer = self._model, self._model.first_optimizer()
         if load_optimizer and optimizer is not None:
             self._check_optimizer(optimizer.kind)
@@ -317,16 +320,17 @@ class _PartialLoader:
         self._restore_partition()
 
         def load_values() -> None:
-            before = self._reader.num_bytes_read
             if self._manifest["has_model"]:
                 _copy_into(model, self._names, lambda n, s: self._reader.whole("model", n, "", s))
                 self._load_own_buffers()
+
+        def load_beside() -> None:
             if load_optimizer and optimizer is not None:
                 optimizer.contents.load_entries(self._reader, self._names)
-            num_bytes = self._reader.num_bytes_read - before
+            num_bytes = self._reader.num_bytes_read
             get_logger().info("read %.1f MiB of %s", num_bytes / 2**20, self._folder)
 
-        model.load_when_placed(load_values)
+        model.load_when_placed(load_values, load_beside)
         self._restore_random_states()
         return load_object(self._folder / USER_CONTENT, self._weights_only)
 
@@ -370,9 +374,16 @@ class _PartialLoader:
 
     def _load_own_buffers(self) -> None:
         """Buffers of this replica, where replicas are as they were."""
-        if self._place[0] == 0 or not self._is_same_topology():
+        replica, stage, part = self._place
+        if replica == 0 or not self._is_same_topology():
             return
-        own = self._own_file(*self._place)
-        local = {name for name, _ in self._model.local_named_buffers()}
-        if own is not None and own["buffers"].keys() <= local:
-            self._model.load_values(own["buffers"], strict=False)
+        local = {name for name, _ in self._model.get_module().named_buffers()}
+        stages = [stage]
+        if self._model.partitioned:
+            local = {name for name, _ in self._model.local_named_buffers()}
+        else:  # the rank has all of them, and it is not known yet which it keeps
+            stages = list(range(self._session.topology.pp_size))
+        for stage in stages:
+            own = self._own_file(replica, stage, part)
+            if own is not None and own["buffers"].keys() <= local:
+                self._model.load_values(own["buffers"], strict=False)

@@ -388,13 +388,30 @@ class DistributedModel(PartitionedModule):
         self._backend.flush()
         return result
 
-    def load_when_placed(self, load: Callable[[], None]) -> None:
-        """Lets a checkpoint load when every rank has its parameters: now, or in the first step."""
-        if self.partitioned:
+    def load_when_placed(
+        self, load: Callable[[], None], load_beside: Callable[[], None] = lambda: None
+    ) -> None:
+        """Lets a checkpoint load the model's values, and then what optimizers hold of them.
+
+        Values load now where this rank has any to be replaced, for they may be read, copied and
+        written before the first step; what is beside them when every rank has its parameters.
+        """
+        values = self.module.state_dict(keep_vars=True).values()
+        self._awaits_values = not self.partitioned and any(
+            isinstance(value, torch.Tensor) and value.is_meta for value in values
+        )
+        if not self._awaits_values:
             load()
+        if self.partitioned:
+            load_beside()
             return
-        self._awaits_values = True
-        self.register_post_partition_hook(lambda model, optimizer: load())
+
+        def load_rest(model: Any, optimizer: Any) -> None:
+            if self._awaits_values:
+                load()
+            load_beside()
+
+        self.register_post_partition_hook(load_rest)
 
     def together(self, what: str, ranks: Group) -> contextlib.AbstractContextManager[None]:
         """Around a call of the user that several ranks make together. See `Models.together`."""

@@ -1,6 +1,7 @@
 """Other optimizers, other moments, other places than the ones that everybody tries."""
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -41,15 +42,16 @@ def save(path):
     run = Run(stages=2)
     run.train(2)
     run.save(path, "two")
-    return run.train(2), run.model.state_dict()
+    found = run.model.state_dict()
+    return run.train(2), run.model.state_dict(), found
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(folder, losses after it, final state) of a run of two stages."""
+    """(folder, losses after it, final state, saved state) of a run of two stages."""
     path = tmp_path_factory.mktemp("checkpoints")
-    losses, state = run_ranks(save, 2, str(path))[0]
-    return path, losses, state
+    losses, state, found = run_ranks(save, 2, str(path))[0]
+    return path, losses, state, found
 
 
 # --- optimizers ---------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ def test_nested_state_of_a_parameter_is_kept(tmp_path):
 def use_at_other_moments(path, other):
     run = Run(stages=2, seed=40)
     run.resume(path)
-    early = error_of(run.model.state_dict)
+    early = run.model.state_dict()
     losses = run.train(2)
     state = run.model.state_dict()
     run.save(other, "in flight", asynchronous=True)
@@ -304,12 +306,13 @@ def use_at_other_moments(path, other):
 
 
 def test_saving_and_loading_at_other_moments(saved, tmp_path):
-    path, expected, final = saved
+    path, expected, final, found = saved
     other = tmp_path / "other"
     for early, losses, state, number, last in run_ranks(
         use_at_other_moments, 2, str(path), str(other)
     ):
-        assert "model.state_dict was called before the first step, in which the values of" in early
+        for name, value in found.items():
+            assert torch.equal(early[name], value), name
         assert losses == expected
         assert number == 4
         for name, value in final.items():
@@ -319,6 +322,41 @@ def test_saving_and_loading_at_other_moments(saved, tmp_path):
     tags = ("a", "b", "c", "in flight")
     assert sorted(os.listdir(other)) == sorted([*(f"{tag}_partial" for tag in tags), "newest"])
     assert (other / "newest").read_text() == "c\n"
+
+
+def use_before_the_first_step(path, other):
+    """Parameters read, copied and written between resuming and the first step."""
+    evaluate = smp.step(lambda model, ids: model(ids))
+    ids = torch.arange(4)
+    results = []
+    for partial in (True, False):
+        run = Run(stages=2, seed=42)
+        smp.resume_from_checkpoint(path if partial else other, "two", partial=partial)
+        read = {name: p.detach().clone() for name, p in run.model.module.named_parameters()}
+        copied = copy.deepcopy(run.model)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(0.5)
+        run.model.eval()
+        copied.eval()
+        evaluate(run.model, ids)
+        evaluate(copied, ids)
+        results.append((read, copied.state_dict(), run.model.state_dict()))
+        if partial:
+            run.model.load_state_dict(copied.state_dict())
+            smp.save_checkpoint(other, "two", partial=False, model=run.model)
+        smp.shutdown()
+    return results
+
+
+def test_values_of_a_checkpoint_are_there_before_the_first_step(saved, tmp_path):
+    path, _, _, found = saved
+    for results in run_ranks(use_before_the_first_step, 2, str(path), str(tmp_path)):
+        for read, copied, written in results:
+            for name, value in read.items():
+                assert torch.equal(value, found[name]), name
+                assert torch.equal(copied[name], found[name]), name
+                assert torch.equal(written[name], found[name] * 0.5), name
 
 
 # --- places -------------------------------------------------------------------------------------
@@ -341,7 +379,7 @@ def use_other_places(path, base):
 
 
 def test_other_places(saved, tmp_path):
-    path, expected, _ = saved
+    path, expected, *_ = saved
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     before = times_of(path)
