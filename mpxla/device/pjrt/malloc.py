@@ -1,8 +1,8 @@
 """Memory of the host that one program gives back and the next one takes.
 
-XLA's CPU runtime allocates what a call computes, and works with, by `malloc`. By default glibc gives
-large parts back to the system at once, whose pages are cleared and mapped anew when the next call
-touches them: 1 to 5 % of a step (GPT of 17 M and BERT on one rank of an AMD processor).
+XLA's CPU runtime allocates what a call computes, and works with, by `malloc`. By default glibc
+gives large parts back to the system at once, whose pages are cleared and mapped anew when the next
+call touches them: 1 to 5 % of a step (GPT of 17 M and BERT on one rank of an AMD processor).
 """
 
 import ctypes
