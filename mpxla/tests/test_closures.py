@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 import mpxla as smp
 from mpxla.tests.ranks.run import run_ranks
@@ -109,6 +109,69 @@ def train_with_closures(config, names):
 )
 def test_closures(world, names):
     check_against_plain(train_with_closures, world, names, HABITS)
+
+
+class Averaging(nn.Module):
+    """Its forward keeps an average of a layer's parameters in others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.own, self.average, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.average.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for kept, new in zip(self.average.parameters(), self.own.parameters(), strict=True):
+                kept.lerp_(new, 0.1)
+        return self.last(torch.tanh(self.own(x)) + self.average(x))
+
+
+def optimizer_of(kind, model):
+    if kind == "LBFGS":
+        return optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    return SharpnessAware(model.parameters(), 0.1, 0.01)
+
+
+def averaged(kind, stages):
+    """States of the plain and of the distributed model after steps that write to parameters."""
+    smp.init({"pipeline_parallel_degree": stages, "microbatches": 2})
+    model, plain = smp.DistributedModel(Averaging().double()), Averaging().double()
+    optimizer = smp.DistributedOptimizer(optimizer_of(kind, model))
+    plain_optimizer = optimizer_of(kind, plain)
+
+    @smp.step
+    def step(model, x):
+        loss = (model(x) - 1).square().mean()
+        model.backward(loss)
+        return loss
+
+    for number in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number)).double()
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            return step(model, x).reduce_mean()
+
+        def plain_closure(x=x):
+            plain_optimizer.zero_grad()
+            total = torch.zeros((), dtype=x.dtype)
+            for part in x.chunk(2):
+                loss = (plain(part) - 1).square().mean() / 2
+                loss.backward()
+                total += loss.detach()
+            return total
+
+        optimizer.step(closure)
+        plain_optimizer.step(plain_closure)
+    return plain.state_dict(), model.state_dict()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", ["LBFGS", "SharpnessAware"])
+def test_what_the_step_writes_to_parameters_stays(kind, stages):
+    for expected, actual in run_ranks(averaged, stages, kind, stages):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def use_wrongly():

@@ -120,6 +120,7 @@ class _WholeUpdate:
             is_first = False
             loss = float(closure())
             collect()
+            self._take_writes()
             gradients = self._gathered(lambda held: held.grad)
             for position, copy in enumerate(self._copies):
                 copy.grad = gradients.get(position)
@@ -151,6 +152,21 @@ class _WholeUpdate:
         for part in self._session.state_objects.allgather(own, self._pipeline):
             merged = {**part, **merged}  # a tied one has its first holder's
         return merged
+
+    def _take_writes(self) -> None:
+        """Copies take what the closure has written to parameters, as averages kept by forwards."""
+        own = to_host(
+            {position: held.detach() for position, *_, held in self._held()}, self._backend
+        )
+        copies = self._copies
+        written = {
+            position: value
+            for position, value in own.items()
+            if not torch.equal(value.to(copies[position].dtype), copies[position].detach())
+        }
+        for part in reversed(self._session.state_objects.allgather(written, self._pipeline)):
+            for position, value in part.items():  # a tied one has its first holder's
+                copies[position].data.copy_(value)
 
     def _settled(self) -> torch.optim.Optimizer:
         """The optimizer on the host, with the values, state and settings that there are now."""
