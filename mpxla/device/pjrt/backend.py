@@ -39,7 +39,6 @@ from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
-from mpxla.device.pjrt.malloc import keep_freed_memory
 from mpxla.device.pjrt.memory import counters, explained
 from mpxla.device.views import assign, num_holders
 from mpxla.env import read_environment, set_variables
@@ -97,8 +96,6 @@ class PjrtBackend(Alone):
         self.is_host = self._device.platform == "cpu"
         # The libraries that multiply there, YNN and oneDNN, write their kernels at the first call.
         self.builds_late = self.is_host
-        if self.is_host:
-            keep_freed_memory()
         is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
         index = self._device.local_hardware_id or 0
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
