@@ -174,6 +174,52 @@ def test_what_the_step_writes_to_parameters_stays(kind, stages):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def resumed(path):
+    """LBFGS that goes on, and new ones with its state, from memory and from a checkpoint."""
+    results = []
+    for source in ("none", "memory", "file"):
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        model = smp.DistributedModel(Averaging().double())
+        optimizer = smp.DistributedOptimizer(optimizer_of("LBFGS", model))
+        step = smp.step(lambda model, x: backward(model, (model(x) - 1).square().mean()))
+
+        def train(number, model=model, optimizer=optimizer, step=step):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number)).double()
+
+            def closure():
+                optimizer.zero_grad()
+                return step(model, x).reduce_mean()
+
+            optimizer.step(closure)
+
+        if source == "none":
+            train(0)
+            kept = model.state_dict(), optimizer.state_dict()
+            smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
+        elif source == "memory":
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+        else:
+            smp.resume_from_checkpoint(path, "one")
+        train(1)
+        train(2)
+        results.append((model.state_dict(), optimizer.state_dict()["state"][0]["n_iter"]))
+        smp.shutdown()
+    return results
+
+
+def backward(model, loss):
+    model.backward(loss)
+    return loss
+
+
+def test_lbfgs_goes_on_where_it_was(tmp_path):
+    for (state, number), *others in run_ranks(resumed, 2, str(tmp_path)):
+        for other, other_number in others:
+            assert other_number == number
+            torch.testing.assert_close(other, state)
+
+
 def use_wrongly():
     model = made({**REPLICAS, "fp16": True})
     found = []

@@ -117,8 +117,10 @@ class _WholeUpdate:
             nonlocal is_first
             if not is_first:
                 self._write()
-            is_first = False
             loss = float(closure())
+            if is_first:  # the first step of a model loads what waited for it
+                self._take_state(host)
+            is_first = False
             collect()
             self._take_writes()
             gradients = self._gathered(lambda held: held.grad)
@@ -176,14 +178,21 @@ class _WholeUpdate:
             copy.data = values[position].to(copy.dtype).clone()
         (own,), (group,) = self._inner.param_groups, host.param_groups
         group.update({key: value for key, value in own.items() if key != "params"})
+        self._take_state(host)
+        return host
+
+    def _take_state(self, host: torch.optim.Optimizer) -> None:
+        """The optimizer on the host gets a state that was loaded, or cleared."""
         first = self._first()
         state = None if first is None else self._inner.state.get(first)
-        news = None if first is None or state is self._shown else [to_host(state, self._backend)]
+        is_known = state is self._shown or not (state or self._shown)
+        news = None if first is None or is_known else [to_host(state, self._backend)]
+        self._shown = state
         for found in self._session.state_objects.allgather(news, self._pipeline):
-            if found is not None:  # another state was loaded, or it was cleared
-                host.state.clear()
-                host.state.update({self._copies[0]: found[0]} if found[0] else {})
-        return host
+            if found is not None:  # in place: a step under way has it
+                entry = host.state[self._copies[0]]
+                entry.clear()
+                entry.update(found[0] or {})
 
     def _made(self, values: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
         self._copies = [nn.Parameter(values[position].clone()) for position in sorted(values)]
