@@ -23,6 +23,7 @@ from mpxla.runtime.plans.plan import StepPlan
 from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites, copy_held
+from mpxla.runtime.valueless import Valueless
 from mpxla.runtime.watching.debug import problem_of_checks, show_prints
 from mpxla.runtime.watching.recorder import Recorder
 from mpxla.schedule.lower import actions_of
@@ -120,7 +121,9 @@ class PlanRunner:
         self._link = link
         self._pp_rank = pp_rank
         self._backend = backend
-        needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
+        specs = [program.lowered.spec for program in plan.programs.values()]
+        self._buffers = {name for spec in specs for name in spec.buffers}
+        needed = {name for spec in specs for name in spec.constants}
         values = plan.cut.step.constants.items()
         self._constants = constants
         self._read = {name: constants.of(value) for name, value in values if name in needed}
@@ -213,7 +216,12 @@ class PlanRunner:
         self._gradients.start(stage, run.accumulators)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = dict(self._states.local_tensors())
+        tensors = {
+            name: tensor
+            for name, tensor in self._states.local_tensors()
+            # A tensor in an attribute that is computed of divided parameters is made by each step.
+            if not isinstance(tensor, Valueless) or name in self._buffers
+        }
         adopted = self._backend.adopt(list(tensors.values()))
         tensors = dict(zip(tensors, adopted, strict=True))
         if self._gathering is not None:

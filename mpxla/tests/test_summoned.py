@@ -233,7 +233,9 @@ def computed_weights():
     """`weight_norm` leaves a tensor in an attribute that is computed of divided parameters."""
     smp.init({"microbatches": 2, **SHARED})
     plain, model = with_computed_weights(), smp.DistributedModel(with_computed_weights())
-    smp.step(lambda model, x: model(x))(model, batch(0))
+    train = smp.step(lambda model, x: model.backward(model(x).square().mean()))
+    for _ in range(2):
+        train(model, batch(0))
     with model.summon_full_params() as module, torch.no_grad():
         module[1].weight_v.mul_(2)
         for net in (module, plain):
