@@ -121,7 +121,8 @@ def _check_microbatches(lists: Lists, num_microbatches: int) -> None:
     if numbers != set(range(num_microbatches)):
         raise ScheduleError(
             f"schedule: the text runs microbatches {sorted(numbers)}, but a step has "
-            f"{num_microbatches} (the key microbatches). Write microbatches 0 to "
+            f"{num_microbatches} (the key microbatches; with tensor parallelism and without "
+            f"prescaled_batch as many for each rank of it). Write microbatches 0 to "
             f"{num_microbatches - 1}."
         )
     if not any(a.op.begins_backward for line in lists for a in line):
