@@ -218,7 +218,7 @@ class PlanRunner:
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = {
             name: tensor
-            for name, tensor in self._states.local_tensors()
+            for name, tensor in dict(self._states.local_tensors()).items()
             # A tensor in an attribute that is computed of divided parameters is made by each step.
             if not isinstance(tensor, Valueless) or name in self._buffers
         }
