@@ -40,7 +40,7 @@ def differences(
     loss.backward()
     known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
     backend = backend_here()
-    stage = _compile_stage(PlannedStage(lowered), backend.lowering, backend.compile)
+    stage = _compile_stage(PlannedStage(lowered), backend, backend.compile)
     spec = lowered.spec
     values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
     values += [x for _ in spec.inputs]
