@@ -41,8 +41,7 @@ class LiveValues:
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._arrivals: dict[tuple[str, int, int], tuple[Arrival, tuple[str, ...]]] = {}
-        self._awaited: dict[tuple[str, int, int], TensorSpec] = {}
+        self._arrivals: dict[tuple[str, int, int], tuple[Arrival, tuple[str, ...], TensorSpec]] = {}
         self._saved: dict[tuple[int, int], Sequence[Buffer]] = {}
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
@@ -69,21 +68,20 @@ class LiveValues:
     ) -> None:
         """Registers a message whose values, of these specs, `stage` will read."""
         for name, spec in zip(names, specs, strict=True):
-            self._arrivals[name, stage, microbatch] = (arrival, names)
-            self._awaited[name, stage, microbatch] = spec
+            self._arrivals[name, stage, microbatch] = (arrival, names, spec)
 
     def rehearsal(self, stage: int, microbatch: int, backend: Backend) -> "LiveValues | None":
         """What (stage, microbatch) reads, with zeros for what it awaits; None if it awaits nothing.
 
         Whatever happens to them, these values here stay.
         """
-        names = [key for key in self._arrivals if key[1:] == (stage, microbatch)]
-        if not names:
+        place = stage, microbatch
+        specs = {key: spec for key, (*_, spec) in self._arrivals.items() if key[1:] == place}
+        if not specs:
             return None
         found = LiveValues()
-        specs = [self._awaited[key] for key in names]
-        given = backend.put([torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs])
-        found._values = {**self._values, **dict(zip(names, given, strict=True))}
+        given = backend.put([torch.zeros(s.shape, dtype=s.dtype) for s in specs.values()])
+        found._values = {**self._values, **dict(zip(specs, given, strict=True))}
         found._saved = dict(self._saved)
         return found
 
@@ -91,13 +89,12 @@ class LiveValues:
         """Removes and returns a value, waiting for its message if needed."""
         key = (name, stage, microbatch)
         if key in self._arrivals:
-            arrival, names = self._arrivals[key]
+            arrival, names, _ = self._arrivals[key]
             started = time.perf_counter()
             values = arrival()
             self.wait_s += time.perf_counter() - started
             for other, value in zip(names, values, strict=True):
                 del self._arrivals[other, stage, microbatch]
-                del self._awaited[other, stage, microbatch]
                 self._values[other, stage, microbatch] = value
         return self._values.pop(key)
 

@@ -149,7 +149,11 @@ class _WholeUpdate:
     ) -> dict[int, torch.Tensor]:
         """Values of all ranks of the pipeline on the host, by position."""
         own = {position: value for position, *_, p in self._held() if (value := of(p)) is not None}
-        own = to_host({position: value.detach() for position, value in own.items()}, self._backend)
+        own = {position: value.detach() for position, value in own.items()}
+        return self._merged(to_host(own, self._backend))
+
+    def _merged(self, own: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What all ranks of the pipeline have, by position."""
         merged: dict[int, torch.Tensor] = {}
         for part in self._session.state_objects.allgather(own, self._pipeline):
             merged = {**part, **merged}  # a tied one has its first holder's
@@ -157,18 +161,15 @@ class _WholeUpdate:
 
     def _take_writes(self) -> None:
         """Copies take what the closure has written to parameters, as averages kept by forwards."""
-        own = to_host(
-            {position: held.detach() for position, *_, held in self._held()}, self._backend
-        )
+        own = {position: held.detach() for position, *_, held in self._held()}
         copies = self._copies
         written = {
             position: value
-            for position, value in own.items()
+            for position, value in to_host(own, self._backend).items()
             if not torch.equal(value.to(copies[position].dtype), copies[position].detach())
         }
-        for part in reversed(self._session.state_objects.allgather(written, self._pipeline)):
-            for position, value in part.items():  # a tied one has its first holder's
-                copies[position].data.copy_(value)
+        for position, value in self._merged(written).items():
+            copies[position].data.copy_(value)
 
     def _settled(self) -> torch.optim.Optimizer:
         """The optimizer on the host, with the values, state and settings that there are now."""
