@@ -106,6 +106,7 @@ class Signature:
         trainable: digest of the `requires_grad` flags of the model's parameters.
         grad_enabled: whether gradients are enabled around the call.
         autocast: (enabled, dtype) of the active autocast regions.
+        default_dtype: of tensors that are made of Python's numbers.
         draws: random numbers that Python draws, which are inputs after those of the arguments.
         answers: what Python is told of values that depend on the model; None if it does not ask.
         counts: numbers outside of the arguments that the function changes, which are the last
@@ -121,6 +122,7 @@ class Signature:
     trainable: str
     grad_enabled: bool
     autocast: tuple[Any, ...]
+    default_dtype: torch.dtype = torch.float32
     draws: tuple[Draw, ...] = ()
     answers: tuple[int, ...] | None = None
     counts: tuple[Count, ...] = ()
@@ -221,6 +223,7 @@ def sign(
         trainable=trainable,
         grad_enabled=torch.is_grad_enabled(),
         autocast=active_autocast(),
+        default_dtype=torch.get_default_dtype(),
     )
     return signature, tensors, objects
 
@@ -338,7 +341,7 @@ def _differences(new: Signature, old: Signature) -> list[str]:
         for path, a, b in zip(new.paths, old.leaves, new.leaves, strict=True):
             if a != b:
                 changes.append(f"argument {path} changed from {_text(a)} to {_text(b)}")
-    for name in ("num_microbatches", "grad_enabled", "autocast"):
+    for name in ("num_microbatches", "grad_enabled", "autocast", "default_dtype"):
         a, b = getattr(old, name), getattr(new, name)
         if a != b:
             changes.append(f"{name} changed from {a} to {b}")

@@ -3,7 +3,12 @@
 A program has the values of its capture. What changes is captured again; what is beside it is not.
 """
 
+import array
+import collections
 import functools
+import os
+import threading
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -39,6 +44,22 @@ class Config:
     def added(self, y):
         return y + self.alpha
 
+    def replaced(self, y):
+        return y
+
+    @classmethod
+    def lowest(cls):
+        return cls.base
+
+
+class Single:
+    instance = None
+
+    def __new__(cls):
+        if cls.instance is None:
+            cls.instance = super().__new__(cls)
+        return cls.instance
+
 
 class Access(Config):
     """Looks its attributes up by itself, as configurations of transformers do."""
@@ -60,7 +81,7 @@ def made(alpha):
         "own": Access(alpha=alpha),
         "slots": Slots(alpha),
         "space": SimpleNamespace(alpha=alpha, step=0),
-        "array": np.full(2, alpha),
+        "numbers": np.full(2, alpha),
         "large": {"array": np.full(20_000, alpha), "list": [alpha] * 2_000},
         "tensor": torch.full((), alpha),
         "loss": abs if alpha == 1.0 else torch.square,
@@ -72,7 +93,12 @@ nested = made(1.0)["nested"]
 own = made(1.0)["own"]
 slots = made(1.0)["slots"]
 space = made(1.0)["space"]
-array = made(1.0)["array"]
+numbers = made(1.0)["numbers"]
+of_thread = threading.local()
+of_context = ContextVar("of_context")
+in_order = collections.OrderedDict(first=1.0, second=4.0)
+doubles = array.array("d", [1.0])
+VARIABLE = "MPXLA_TEST_ALPHA"
 large = made(1.0)["large"]
 tensor = made(1.0)["tensor"]
 loss = made(1.0)["loss"]
@@ -108,7 +134,7 @@ READERS = {
     "own access": lambda y: y + own.alpha,
     "slots": lambda y: y + slots.alpha,
     "namespace": lambda y: y + space.alpha,
-    "array": lambda y: y + float(array[0]),
+    "array": lambda y: y + float(numbers[0]),
     "large array": lambda y: y + float(large["array"][-1]),
     "large list": lambda y: y + large["list"][-1],
     "tensor": lambda y: y + tensor,
@@ -121,6 +147,15 @@ READERS = {
     "function of a file": lambda y: shifted(y),
     "partial": functools.partial(lambda y, table: y + table["alpha"], table=settings),
     "default": with_default,
+    "thread": lambda y: y + of_thread.alpha,
+    "context": lambda y: y + of_context.get(),
+    "environment": lambda y: y + float(os.environ["MPXLA_TEST_ALPHA"]),
+    "getenv": lambda y: y + float(os.getenv(VARIABLE, "1")),
+    "class method": lambda y: y + Config.lowest(),
+    "one object": lambda y: y + Single().alpha,
+    "order": lambda y: y + next(iter(in_order.values())),
+    "doubles": lambda y: y + doubles[0],
+    "other method": lambda y: nested.replaced(y),
 }
 
 
@@ -131,7 +166,12 @@ def change(alpha):
     settings["alpha"] = space.alpha = slots.alpha = own.alpha = alpha
     nested.inner.alpha = nested.table["alpha"] = nested.rows[0][0] = alpha
     large["array"][-1] = large["list"][-1] = alpha
-    array[0] = Config.base = script.ALPHA = script.TABLE["alpha"] = Layer.scale = alpha
+    numbers[0] = doubles[0] = of_thread.alpha = Single().alpha = alpha
+    Config.base = script.ALPHA = script.TABLE["alpha"] = Layer.scale = alpha
+    of_context.set(alpha)
+    os.environ[VARIABLE] = str(alpha)
+    in_order.move_to_end("first" if alpha == 1.0 else "second", last=False)
+    Config.replaced = lambda self, y: y + alpha
 
 
 def layer():

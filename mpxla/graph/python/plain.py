@@ -5,12 +5,16 @@ their numbers, which programs read anew in every call, and so do modules. What e
 as equal to anything. This module must not know where values come from.
 """
 
+import array
+import contextvars
 import datetime
 import functools
 import marshal
 import operator
+import os
 import re
 import sys
+import threading
 import types
 import weakref
 import zlib
@@ -66,7 +70,9 @@ _PLAIN = (
     *(datetime.date, datetime.time, datetime.timedelta, re.Pattern),
 )
 _THEMSELVES = (torch.Tensor, nn.Module)
-_MAPPINGS = (types.MappingProxyType, ChainMap, UserDict)
+_MAPPINGS = (types.MappingProxyType, ChainMap, UserDict, type(os.environ))
+_VARS = (types.SimpleNamespace, threading.local)
+"""Of these, the attributes; of `threading.local` those of the thread that runs steps."""
 _GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _SEQUENCES, _SETS = (list, tuple, deque), (set, frozenset)
 _MOST_ELEMENTS = 512
@@ -177,6 +183,10 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
             return value
         if isinstance(value, np.ndarray):
             return _content_of(value)
+        if isinstance(value, (bytearray, array.array)):
+            return _Content(f"a {type(value).__name__} of {len(value)}", bytes(value))
+        if isinstance(value, contextvars.ContextVar):  # no number: nothing can take its place
+            return _Opaque(copied(cast(Any, value).get(MISSING)))
         if isinstance(value, tuple):  # by a class of its own it may refuse to tell its length
             value = tuple(tuple.__iter__(cast(tuple[Any, ...], value)))
         entries = None if isinstance(value, (*_SEQUENCES, *_SETS)) else entries_of(value)
@@ -231,7 +241,7 @@ def entries_of(value: Any) -> dict[Any, Any] | None:
         return dict(cast(Any, value))
     if isinstance(value, UserList):
         return {"data": value.data}
-    if isinstance(value, types.SimpleNamespace):
+    if isinstance(value, _VARS):
         return vars(value)
     names = _slots_of(type(value))
     return {name: getattr(value, name, None) for name in names} if names else None
@@ -274,8 +284,10 @@ def change(name: str, before: Any, now: Any) -> Change | None:
         return Change(name, before, now)
     if isinstance(before, (tuple, list)) and len(before) == len(now):
         entries = enumerate(cast(list[Any], before))
-    elif type(before) is dict and before.keys() == now.keys():
+    elif type(before) is dict and list(cast(Any, before)) == list(now):
         entries = cast(dict[Any, Any], before).items()
+    elif type(before) is dict:  # in another order, which loops go by, the same entries are equal
+        return Change(name, before, now)
     elif isinstance(before, types.FunctionType):
         return None if _say_the_same(before, now) else Change(name, before, now)
     elif is_number(before) or isinstance(before, _THEMSELVES) or not bool(before == now):

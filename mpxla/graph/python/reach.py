@@ -6,6 +6,7 @@ them methods of modules and objects. This module must not know what is looked fo
 
 import dis
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,12 +38,17 @@ class Place:
         value: what was there when it was found.
         get: gives what is there.
         put: puts another value there; None where nothing can.
+        owner: for an attribute, whose it is, and its name.
     """
 
     name: str
     value: Any
     get: Callable[[], Any]
     put: Callable[[Any], None] | None
+    owner: tuple[int, str] | None = None
+
+
+_ENVIRONMENT = Place("os.environ", os.environ, lambda: os.environ, None)
 
 
 @dataclass
@@ -66,7 +72,7 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
         function: of the user's; may be a method or a partial.
         model: whose modules it calls.
     """
-    found, seen = Outside(names={"forward", "__call__"}), set[int]()
+    found, seen = Outside(names={"forward", "__call__", "__new__", "__init__"}), set[int]()
     kinds: dict[type, None] = {}
     waiting: list[Any] = [function]
     looked_into: set[int] = set()
@@ -77,7 +83,9 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
                 inner, _ = _unwrapped(part)
                 if inner is not None and _is_users(inner):
                     waiting.append(part)
-            elif not isinstance(part, (type, ModuleType)):
+            elif isinstance(part, type):  # which is called, or has class methods
+                kinds.update(dict.fromkeys(part.__mro__))
+            elif not isinstance(part, ModuleType):
                 kinds.update(dict.fromkeys(type(part).__mro__))
 
     look_into(list(model.modules()))
@@ -98,7 +106,8 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
         if not waiting:
             waiting = [f for f in _methods(kinds, found.names) if id(f) not in seen]
     found.places += _of_classes(kinds, found.names)
-    found.places = list({(p.name, id(p.value)): p for p in found.places}.values())
+    # A number that becomes an input has one place, by whatever names code gets to it.
+    found.places = list({p.owner or (p.name, id(p.value)): p for p in found.places}.values())
     return found
 
 
@@ -130,11 +139,12 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _of_classes(kinds: dict[type, None], names: set[str]) -> Iterator[Place]:
-    """Plain attributes of the user's classes that have one of the names."""
+    """Attributes and methods of the user's classes that have one of the names."""
     for kind in filter(_is_users, kinds):
         owner = Place(kind.__name__, kind, lambda: None, lambda new: None)
         for name, value in vars(kind).items():
-            if name in names and isinstance(value, SIMPLE):
+            is_plain = type(value) is FunctionType or not hasattr(type(value), "__get__")
+            if name in names and is_plain:
                 place = _of_owner(owner, name)
                 if place is not None:
                     yield place
@@ -199,8 +209,12 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
         if name in table and name not in roots:
             roots[name] = _of_key(name, table, name)
     yield from roots.values()
+    if any(root.value is os.getenv for root in roots.values()):
+        yield _ENVIRONMENT
     for name, *attributes in chains:
         place = roots.get(name)
+        if place is not None and place.value is os and attributes[:1] in (["environ"], ["getenv"]):
+            yield _ENVIRONMENT
         for attribute in attributes:
             if place is None or not isinstance(place.value, (ModuleType, type, FunctionType)):
                 break
@@ -269,13 +283,15 @@ def _of_bound(name: str, value: Any) -> Place:
 def _of_owner(owner: Place, attribute: str) -> Place | None:
     """An attribute of a module, class or function."""
     held = owner.value
+    if isinstance(held, type):  # the class that has it: one that inherits it would get its own
+        held = next((kind for kind in held.__mro__ if attribute in vars(kind)), held)
     value = getattr(held, attribute, _MISSING)
     if value is _MISSING:
         return None
     get = partial(getattr, held, attribute, None)
     is_computed = isinstance(getattr(type(held), attribute, None), property)
     put = None if is_computed else partial(setattr, held, attribute)
-    return Place(f"{owner.name}.{attribute}", value, get, put)
+    return Place(f"{owner.name}.{attribute}", value, get, put, (id(held), attribute))
 
 
 def places_in(held: Iterable[Held]) -> list[Place]:

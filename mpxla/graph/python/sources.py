@@ -42,7 +42,7 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
 
     Generators that the step function reaches are looked at.
     """
-    kinds = (random.Random, np.random.Generator)
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
     own = [(place.name, place.value) for place in reached if isinstance(place.value, kinds)]
     before, around = [_state(generator) for _, generator in own], _global_state()
     with _functions_replaced(draws) as (found, elsewhere):
@@ -109,6 +109,8 @@ def _functions_replaced(draws: Draws | None) -> Generator[tuple[list[str], list[
 def _state(generator: Any) -> str:
     if isinstance(generator, random.Random):
         return str(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return str(generator.get_state())
     return str(generator.bit_generator.state)
 
 

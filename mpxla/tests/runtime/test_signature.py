@@ -260,6 +260,11 @@ def test_first_call():
             "argument [0][0] changed from 1 to 2 and grad_enabled changed from True to False",
         ),
         (
+            lambda: dataclasses.replace(signature(1), default_dtype=torch.float64),
+            lambda: signature(1),
+            "default_dtype changed from torch.float32 to torch.float64",
+        ),
+        (
             lambda: signature(nn.ReLU()),
             lambda: signature(3),
             "argument [0][0] changed from 3 to ReLU",
