@@ -19,10 +19,12 @@ from mpxla.nn.shards import Shard
 
 __all__ = [
     "HELD_KEY",
+    "ORDER_KEY",
     "PARTIAL_KEY",
     "GivenValues",
     "StatePiece",
     "by_position",
+    "check_order",
     "gather_full",
     "gather_on_first",
     "merge_optimizer_states",
@@ -33,6 +35,9 @@ __all__ = [
 PARTIAL_KEY = "_smp_is_partial"
 HELD_KEY = "_mpxla_held"
 """In a partial optimizer state: positions of the parameters that the rank updates."""
+ORDER_KEY = "_mpxla_order"
+"""In a partial optimizer state: names of all parameters of the optimizer, by position; None where
+no model has it."""
 
 
 class StatePiece(NamedTuple):
@@ -137,8 +142,10 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     """Merges partial optimizer states (positions count over all parameters) into a full one.
 
     Raises:
-        CheckpointError: there are parameters that none of the parts is of.
+        CheckpointError: there are parameters that none of the parts is of, or the ranks gave their
+            optimizers the parameters in different orders.
     """
+    check_order(parts)
     state: dict[int, Any] = {}
     for part in parts:
         state.update(part["state"])
@@ -151,9 +158,30 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
             f"{len(missing)} parameters of the optimizer (positions {missing[:5]}...). Give every "
             f"rank the state that it saved, under as many ranks as then."
         )
-    own = ("state", "param_groups", PARTIAL_KEY, HELD_KEY)
+    own = ("state", "param_groups", PARTIAL_KEY, HELD_KEY, ORDER_KEY)
     rest = {key: value for key, value in parts[0].items() if key not in own}
     return {**rest, "state": by_position(state), "param_groups": groups}
+
+
+def check_order(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that positions mean the same parameters in all partial optimizer states.
+
+    Those of earlier versions do not tell.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    orders = [part[ORDER_KEY] for part in parts if ORDER_KEY in part]
+    for other in orders[1:]:
+        for position, (first, second) in enumerate(zip(orders[0], other, strict=False)):
+            if first != second and None not in (first, second):
+                raise CheckpointError(
+                    f"the optimizers of two ranks have their parameters in different orders: "
+                    f"number {position} is {first} for one and {second} for the other, and a state "
+                    f"dict goes by these numbers. A set has another order in every process: give "
+                    f"the optimizer lists in the order of model.parameters(). smp.save_checkpoint "
+                    f"goes by names and takes any order."
+                )
 
 
 def by_position(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -22,6 +22,7 @@ from mpxla.nn.shards import Shard
 from mpxla.parallel.gradients.loss_scale import LossScale
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
+    ORDER_KEY,
     PARTIAL_KEY,
     StatePiece,
     pick_optimizer_state,
@@ -143,6 +144,7 @@ class OptimizerState:
             "param_groups": groups,
             PARTIAL_KEY: True,
             HELD_KEY: local,
+            ORDER_KEY: [name for _, name in sorted(self._known_names().items())],
         }
         return {**partial, SHARD_KEY: self.pieces.ranges()} if is_divided else partial
 
@@ -256,13 +258,18 @@ class OptimizerState:
 
     def _names(self) -> dict[int, str]:
         """Position of a parameter -> its name in the model; of several, with their labels."""
+        found = self._known_names().items()
+        return {place: name or f"parameter {place} of the optimizer" for place, name in found}
+
+    def _known_names(self) -> dict[int, str | None]:
+        """Position -> name, or None if no model has the parameter."""
         names: dict[int, str] = {}
         for model in self.models:
             prefix = f"{model.label}." if len(self.models) > 1 and model.label else ""
             names |= {id(p): f"{prefix}{n}" for n, p in model.module.named_parameters()}
-        found: dict[int, str] = {}
+        found: dict[int, str | None] = {}
         for ident, position in self.positions.items():  # copies come after their parameters
-            found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
+            found.setdefault(position, names.get(ident))
         return found
 
     def origins(self) -> dict[int, Origin]:

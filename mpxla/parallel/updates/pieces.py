@@ -15,7 +15,7 @@ from torch import nn
 
 from mpxla.errors import CheckpointError, MpxlaError
 from mpxla.log import warn_once
-from mpxla.parallel.state_dicts import HELD_KEY, by_position
+from mpxla.parallel.state_dicts import HELD_KEY, by_position, check_order
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.updates.copy import Range, UpdateCopy
 from mpxla.parallel.updates.nested_state import flattened, mapped, restored
@@ -272,7 +272,12 @@ def _widened(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The partial optimizer state of a pipeline rank from those of its replicas' pieces."""
+    """The partial optimizer state of a pipeline rank from those of its replicas' pieces.
+
+    Raises:
+        CheckpointError: the replicas gave their optimizers the parameters in different orders.
+    """
+    check_order(parts)
     states = [(part["state"], part[SHARD_KEY]) for part in parts]
     rest = {key: value for key, value in parts[0].items() if key != SHARD_KEY}
     if all(HELD_KEY in part for part in parts):

@@ -244,14 +244,15 @@ def _tried(
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Parameters and state after steps of a copy, which starts from zeros like those given.
 
-    Gradients are multiplied by a factor.
+    Gradients are multiplied by a factor. Without gradients a step does what it does with its own
+    settings: forms for lists (`foreach`) may not take empty ones.
     """
 
     def numbers(*values: float) -> torch.Tensor:
         return torch.tensor(values[: math.prod(shape)], dtype=dtype).view(shape)
 
     groups = [
-        {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
+        {k: False if k in ("foreach", "fused") and has_gradients else v for k, v in group.items()}
         for group in optimizer.param_groups
     ]
     parameters = [torch.nn.Parameter(numbers(*_VALUES)) for _ in groups]

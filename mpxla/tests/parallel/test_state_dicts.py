@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from mpxla.errors import CheckpointError
-from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states, pick_optimizer_state
+from mpxla.parallel.state_dicts import (
+    HELD_KEY,
+    ORDER_KEY,
+    check_order,
+    merge_optimizer_states,
+    pick_optimizer_state,
+)
 from mpxla.tests.backends import backend_here
 from mpxla.tests.ranks.run import run_ranks
 
@@ -105,6 +111,55 @@ def test_partial_optimizer_states_have_to_be_those_of_all_ranks():
     assert merged["state"] == {0: {"step": 1}, 2: {"step": 1}}, "nothing ever trained parameter 1"
     with pytest.raises(CheckpointError, match=r"none is of 1 parameters .* \(positions \[2\]"):
         merge_optimizer_states([first, first])
+
+
+@pytest.mark.unit
+def test_positions_that_two_ranks_count_differently_are_noticed():
+    parts = [{ORDER_KEY: ["a", "b", None]}, {ORDER_KEY: ["a", None, "c"]}, {}]
+    check_order(parts)
+    with pytest.raises(CheckpointError, match="number 1 is b for one and c for the other"):
+        check_order([*parts, {ORDER_KEY: ["a", "c", "b"]}])
+
+
+def state_dicts_of_shuffled_parameters(config):
+    """What says the state dict of an optimizer whose parameters have another order on rank 1.
+
+    The two ranks' parameters have the same shapes, and each rank's are at positions that the other
+    has no state for.
+    """
+    import mpxla as smp
+
+    smp.init({"microbatches": 2, **config})
+    model = smp.DistributedModel(nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(4)]))
+    parameters = list(model.parameters())
+    if smp.rank() == 1:
+        parameters[2:] = reversed(parameters[2:])
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(parameters))
+
+    @smp.step
+    def train(model, x):
+        model.backward(model(x).square().mean())
+
+    train(model, torch.ones(4, 3))
+    optimizer.step()
+    try:
+        optimizer.state_dict()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pipeline_parallel_degree": 2},
+        {"ddp": True, "shard_optimizer_state": True},
+    ],
+)
+def test_an_order_of_each_rank_makes_no_state_dict(config):
+    lines = run_ranks(state_dicts_of_shuffled_parameters, 2, config)
+    assert all("number 2 is 2.weight for one and 3.weight for the other" in line for line in lines)
 
 
 @pytest.mark.unit

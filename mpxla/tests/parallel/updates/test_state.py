@@ -128,6 +128,28 @@ class Decaying(optim.SGD):
         return super().step(closure)
 
 
+class ByLists(optim.SGD):
+    """Works on lists of tensors if it is told to, and not on empty ones."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if group["foreach"]:
+                torch._foreach_add_(trained, [p.grad for p in trained], alpha=-group["lr"])
+            else:
+                super().step(closure)
+
+
+def test_forms_for_lists_may_not_take_empty_ones():
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    assert idles_without_gradients(ByLists(parameters, lr=0.1))
+    assert not idles_without_gradients(ByLists(parameters, lr=0.1, foreach=True))
+    assert idles_without_gradients(optim.SGD(parameters, lr=0.1, foreach=True))
+    assert idles_without_gradients(optim.AdamW(parameters, foreach=True))
+    assert idles_without_gradients(optim.AdamW(parameters, fused=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_idles_without_gradients_does_in_every_dtype(dtype, default_dtype):
     default_dtype(dtype)
