@@ -31,6 +31,7 @@ from mpxla.checkpoint.shards import Slot, assign_writers
 from mpxla.checkpoint.together import BackgroundExchange, Exchange, ObjectExchange, together
 from mpxla.comm.handle import FailureWatch
 from mpxla.errors import CheckpointError
+from mpxla.log import warn_once
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.session import Session, current
@@ -172,6 +173,12 @@ def save_checkpoint(
     _check_equal([b["request"] for b in begun])
     tag, token = begun[0]["request"]["tag"], begun[0]["token"]
     if not partial:
+        if optimizer is not None:  # as in SMP, whose scripts give it
+            warn_once(
+                "full checkpoint without optimizer",
+                "smp.save_checkpoint(partial=False) saves the model alone: an optimizer that goes "
+                "on from this checkpoint starts anew. Save with partial=True to resume training.",
+            )
         return save_full(session, exchange, folder, tag, model, user_content, dtype)
     shares = assign_writers([b["slots"] for b in begun])
     part = _Part(session, inventory, shares[session.rank])

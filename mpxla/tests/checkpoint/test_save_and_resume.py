@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import mpxla as smp
 from mpxla.tests.checkpoint.worlds import WIDTH, Run, TiedNet, batch
+from mpxla.tests.clients import logged
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -67,7 +68,10 @@ def train_and_save(path):
     expected += run.train(2)  # what is saved is from before
     pending.wait()
     state = {name: value.clone() for name, value in run.model.state_dict().items()}
-    smp.save_checkpoint(path, "whole", partial=False, model=run.model, user_content={"n": 5})
+    whole = {"model": run.model, "optimizer": run.optimizer, "user_content": {"n": 5}}
+    with logged() as lines:
+        smp.save_checkpoint(path, "whole", partial=False, **whole)
+    assert any("saves the model alone: an optimizer" in line for line in lines)
     folder = Path(path)
     rank = smp.rank()
     mixed = {
