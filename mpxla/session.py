@@ -191,7 +191,8 @@ def init(config: dict[str, Any] | None = None) -> None:
     show_in_notebook(shown or UncaughtErrors(is_complete=env.log_level == "DEBUG"))
     resolved = resolve(config, env)
     resolved.check_world_size(env.world_size)
-    placement_of(resolved)  # refuses a schedule that cannot run
+    num_batches = 1 if resolved.prescaled_batch else resolved.tensor_parallel_degree
+    placement_of(resolved.for_batches(num_batches))  # refuses a schedule that cannot run
     topology = Topology(
         env.world_size,
         resolved.pipeline_parallel_degree,

@@ -4,7 +4,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import mpxla as smp
 from mpxla.config import Config
 from mpxla.schedule.choice import custom_schedule, placement_of
 from mpxla.schedule.generate import generate
@@ -91,3 +94,29 @@ def test_schedule_trains_as_in_one_process(case):
 @pytest.mark.parametrize("case", sweep(), ids=str)
 def test_schedule_trains_as_in_one_process_everywhere(case):
     check(case)
+
+
+def gradient_with_batches_of_two():
+    """Runs on every rank: the gradient of a step to which two ranks bring a batch each."""
+    smp.init(
+        {
+            "tensor_parallel_degree": 2,
+            "ddp": True,
+            "pipeline": "custom",
+            "schedule": "0F0 0F1 0B1 0B0",
+        }
+    )
+    layer = nn.Linear(1, 1, bias=False)
+    model = smp.DistributedModel(layer)
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).sum())
+
+    step(model, torch.full((1, 1), 1.0 + smp.rank()))
+    return layer.weight.grad.item()
+
+
+@pytest.mark.ranks
+def test_a_text_counts_the_microbatches_of_all_ranks_of_a_tensor_group():
+    assert run_ranks(gradient_with_batches_of_two, 2, env={"MPXLA_EAGER": "1"}) == [1.5, 1.5]

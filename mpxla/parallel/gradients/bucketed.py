@@ -57,9 +57,8 @@ class GradientFlow:
         changed: buffers and parameters that this rank's stages change.
         order: stages in the order of which gradients are complete, where those of the sources say
             nothing about it.
-        counted_elsewhere: shared parameters that an earlier pipeline rank trains, too. It adds what
+        counted_elsewhere: shared parameters whose first holder is another rank. That one adds what
             they have had from an earlier reduction, which is the same on all holders.
-        own: parameters that get a gradient on any pipeline rank of this replica.
     """
 
     sources: Mapping[str, Sequence[tuple[int, int]]]
@@ -68,7 +67,6 @@ class GradientFlow:
     changed: tuple[str, ...]
     order: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     counted_elsewhere: frozenset[str] = frozenset()
-    own: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -88,7 +86,6 @@ class GradientFlow:
         order: dict[str, tuple[int, ...]] = {}
         changed: set[str] = set()
         trained: frozenset[str] = frozenset()
-        earlier: set[str] = set()
         first = 0
         for cut in cuts:
             found: dict[str, list[tuple[int, int]]] = {}
@@ -98,16 +95,14 @@ class GradientFlow:
                     for place, name in enumerate(stage.trained):
                         if name in names:
                             found.setdefault(names[name], []).append((stage.index, place))
-                elif cut.placement[stage.index] < pp_rank:
-                    earlier.update(names[n] for n in stage.trained if n in names)
             for name, own in found.items():
                 order.setdefault(name, tuple(stage for stage, _ in own))
                 sources.setdefault(name, []).extend((first + stage, at) for stage, at in own)
             trained |= {names[n] for stage in cut.stages for n in stage.trained if n in names}
             first += len(cut.stages)
         shared = _shared(trained, pp_rank, parameter_ranks)
-        elsewhere = frozenset(n for same in shared.values() for n in same if n in earlier)
-        return cls(sources, trained, shared, tuple(sorted(changed)), order, elsewhere, trained)
+        elsewhere = frozenset(n for ranks, ns in shared.items() if ranks[0] != pp_rank for n in ns)
+        return cls(sources, trained, shared, tuple(sorted(changed)), order, elsewhere)
 
     def joined(
         self,
@@ -129,7 +124,6 @@ class GradientFlow:
             tuple(sorted(changed)),
             dict.fromkeys(names, (0,)),
             self.counted_elsewhere,
-            self.own,
         )
 
     def stages(self, name: str) -> tuple[int, ...]:
@@ -179,6 +173,7 @@ class BucketedReduction:
         self._is_sharded = reducer.options.is_sharded
         self._flow = flow
         self._sources = flow.sources
+        self._shared = {name for names in flow.shared.values() for name in names}
         self._programs = self._store.programs
         self._buckets = self._form_buckets()
         self._packers: dict[tuple[int, tuple[str, ...]], Packer] = {}
@@ -201,15 +196,13 @@ class BucketedReduction:
         if self._is_sharded:
             return [b for b in store.shards if not self._flow.trained.isdisjoint(b.names)]
         capacity = self.reducer.options.capacity_bytes
-        shared = self._flow.shared
-        is_shared = {name for names in shared.values() for name in names}
         groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Sequence[str]] = {}
         # Backwards come to the last stage first.
         for name in sorted(self._sources, key=lambda name: -self._flow.stages(name)[0]):
-            if name not in is_shared and self._transfers(name):
+            if name not in self._shared and self._transfers(name):
                 key = self._flow.stages(name), (self._replica.pp_rank,), self._is_part(name)
                 groups[key] = [*groups.get(key, ()), name]
-        for holders, names in sorted(shared.items()):
+        for holders, names in sorted(self._flow.shared.items()):
             for name in names:
                 key = (), holders, self._is_part(name)
                 groups[key] = [*groups.get(key, ()), name]
@@ -249,15 +242,23 @@ class BucketedReduction:
         return [name for name in bucket.names if self._sources.get(name)]
 
     def _held(self, bucket: Bucket) -> dict[str, Buffer]:
-        """Takes what a bucket has from an earlier reduction, and only other replicas add to now.
+        """Takes what a bucket has from earlier passes, and this pass adds to on other ranks only.
 
-        They count it as they count their own gradients, and the mean is of all replicas. (Divided
-        updates keep it apart.)
+        What it has from an earlier reduction, replicas count as they count their own gradients, and
+        the mean is of all replicas; of the holders, the first does. (Divided updates keep it
+        apart.)
         """
-        is_first = not bucket.holders or bucket.holders[0] == self._replica.pp_rank
-        if self._is_sharded or not self._accumulates_locally or not is_first:
+        if not self._accumulates_locally:
             return {}
-        names = [n for n in bucket.names if n not in self._flow.own and self._store.has_gradient(n)]
+        is_first = not bucket.holders or bucket.holders[0] == self._replica.pp_rank
+        is_counted = is_first and not self._is_sharded
+        names = [
+            name
+            for name in bucket.names
+            if not self._sources.get(name)
+            and (is_counted or name in self.reducer.accumulated)
+            and self._store.has_gradient(name)
+        ]
         found = zip(names, self._store.take_gradients(names), strict=True)
         return {name: value for name, value in found if value is not None}
 
@@ -288,8 +289,9 @@ class BucketedReduction:
 
     def _check_left_out(self) -> None:
         """Checks that this pass reduces all that earlier ones have added up on this rank alone."""
-        earlier, self.reducer.unreduced = self.reducer.unreduced - set(self._sources), set()
-        for name in sorted(earlier):
+        earlier, self.reducer.unreduced = self.reducer.unreduced, set()
+        # What another holder trains now is in a bucket here, too (`_held`).
+        for name in sorted(earlier.difference(self._sources, self._shared)):
             if self._store.has_gradient(name):
                 count = self.reducer.options.backward_passes_per_step
                 raise StepError(
@@ -369,7 +371,9 @@ class BucketedReduction:
             self._store.take_gradients(sorted(self._counted_elsewhere))
             self.reducer.accumulated.update(self._sources)
             self._accumulate(list(self._sources), self._sums(self._sources, gradients))
-            self.reducer.unreduced |= {n for n in self._sources if self._transfers(n)}
+            self.reducer.unreduced |= {
+                n for n in self._sources if n in self._shared or self._transfers(n)
+            }
             self.reducer.rewritten |= set(self._flow.changed)
             return
         for index in range(len(self._buckets)):
