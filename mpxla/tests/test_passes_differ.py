@@ -45,14 +45,21 @@ class Shared(nn.Module):
         torch.manual_seed(0)
         self.enter, self.shared, self.between, self.leave = (nn.Linear(8, 8) for _ in range(4))
 
-    def forward(self, x):
+    def forward(self, x, is_shared=True):
         h = torch.tanh(self.enter(x))
+        if not is_shared:
+            return self.leave(h).square().mean()
         h = h + torch.tanh(self.shared(h)) + torch.tanh(self.shared(h * 0.5))
         return self.leave(h + self.between(self.shared(h)) * 0.2).square().mean()
 
 
 def once(model, x):
     return model(x)
+
+
+def without(model, x):
+    """Skips the shared layer."""
+    return model(x, is_shared=False)
 
 
 def twice(model, x):
@@ -115,3 +122,10 @@ def test_stages_of_passes_share_other_layers(functions, keys):
     """A rank may train its copy of a layer in one pass, and leave that to another in the next."""
     for far in run_ranks(accumulate_over_stages, 4, functions, keys, env={"MPXLA_EAGER": "1"}):
         assert max(far.values()) < 1e-9, far
+
+
+def test_the_last_pass_leaves_a_shared_layer_out():
+    """Its gradient would be divided over replicas already, but not added up over stages."""
+    keys = {"shard_gradients": True, "sdp_param_persistence_threshold": 0}
+    with pytest.raises(RankError, match=r"StepError.*does not train the parameter"):
+        run_ranks(accumulate_over_stages, 4, (once, without), keys, env={"MPXLA_EAGER": "1"})
