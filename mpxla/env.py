@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ __all__ = [
     "LaunchEnv",
     "compiler_flags",
     "cores_per_process",
+    "environment",
     "prepare_gloo",
     "prepare_xla",
     "read_environment",
+    "reads_variables",
     "set_variables",
 ]
 
@@ -102,6 +104,18 @@ class LaunchEnv:
     reads it."""
     log_level: str = "INFO"
     """Level for `mpxla.log.set_level`."""
+
+
+def environment() -> MutableMapping[str, str]:
+    """All variables of this process, as they are at any time."""
+    return os.environ
+
+
+def reads_variables(value: object, attributes: Sequence[str]) -> bool:
+    """Whether code that takes attributes of a value, or calls it, reads variables."""
+    if value is os:
+        return attributes[:1] in (["environ"], ["getenv"])
+    return value is os.getenv
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:

@@ -11,7 +11,6 @@ import datetime
 import functools
 import marshal
 import operator
-import os
 import re
 import sys
 import threading
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpxla.env import environment
 from mpxla.graph.python.number import is_number
 from mpxla.user_lines import is_model_code
 
@@ -70,7 +70,7 @@ _PLAIN = (
     *(datetime.date, datetime.time, datetime.timedelta, re.Pattern),
 )
 _THEMSELVES = (torch.Tensor, nn.Module)
-_MAPPINGS = (types.MappingProxyType, ChainMap, UserDict, type(os.environ))
+_MAPPINGS = (types.MappingProxyType, ChainMap, UserDict, type(environment()))
 _VARS = (types.SimpleNamespace, threading.local)
 """Of these, the attributes; of `threading.local` those of the thread that runs steps."""
 _GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)

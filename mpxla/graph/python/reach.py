@@ -6,7 +6,6 @@ them methods of modules and objects. This module must not know what is looked fo
 
 import dis
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.env import environment, reads_variables
 from mpxla.graph.python.held_objects import Held, contents_of, is_looked_into, own_attributes
 from mpxla.graph.python.plain import SIMPLE
 from mpxla.user_lines import is_script_code
@@ -48,7 +48,7 @@ class Place:
     owner: tuple[int, str] | None = None
 
 
-_ENVIRONMENT = Place("os.environ", os.environ, lambda: os.environ, None)
+_ENVIRONMENT = Place("os.environ", environment(), environment, None)
 
 
 @dataclass
@@ -209,11 +209,9 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
         if name in table and name not in roots:
             roots[name] = _of_key(name, table, name)
     yield from roots.values()
-    if any(root.value is os.getenv for root in roots.values()):
-        yield _ENVIRONMENT
     for name, *attributes in chains:
         place = roots.get(name)
-        if place is not None and place.value is os and attributes[:1] in (["environ"], ["getenv"]):
+        if place is not None and reads_variables(place.value, attributes):
             yield _ENVIRONMENT
         for attribute in attributes:
             if place is None or not isinstance(place.value, (ModuleType, type, FunctionType)):
