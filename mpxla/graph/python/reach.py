@@ -72,7 +72,7 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
         function: of the user's; may be a method or a partial.
         model: whose modules it calls.
     """
-    found, seen = Outside(names={"forward", "__call__", "__new__", "__init__"}), set[int]()
+    found, seen = Outside(names={"forward", "__call__"}), set[int]()
     kinds: dict[type, None] = {}
     waiting: list[Any] = [function]
     looked_into: set[int] = set()
@@ -85,6 +85,7 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
                     waiting.append(part)
             elif isinstance(part, type):  # which is called, or has class methods
                 kinds.update(dict.fromkeys(part.__mro__))
+                waiting.extend(_constructors(part))
             elif not isinstance(part, ModuleType):
                 kinds.update(dict.fromkeys(type(part).__mro__))
 
@@ -187,6 +188,17 @@ def _methods(kinds: dict[type, None], names: set[str]) -> Iterator[FunctionType]
                 value = value.__func__
             is_named = name in names or "getattr" in names
             if is_named and isinstance(value, FunctionType):
+                yield value
+
+
+def _constructors(kind: type) -> Iterator[FunctionType]:
+    """What runs of the user's where a class is called; modules are rather asked for their class."""
+    for base in () if issubclass(kind, nn.Module) else filter(_is_users, kind.__mro__):
+        for name in ("__new__", "__init__"):
+            value = vars(base).get(name)
+            if isinstance(value, staticmethod):
+                value = value.__func__
+            if isinstance(value, FunctionType):
                 yield value
 
 
