@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.python.counted import as_count
-from mpxla.graph.python.draws import Draw, Drawer, State
+from mpxla.graph.python.draws import Draw, Drawer, Sources, State
 from mpxla.runtime.plans.cache import Plan
 from mpxla.runtime.rewriting import problem_of_memory
 from mpxla.runtime.signature import Signature, with_constants
@@ -53,6 +53,7 @@ class Call:
         wanted: the microbatch that the next capture is for, if that comes next; likewise.
         seed: from which the seeds of random programs are drawn.
         drawer: what a capture draws by.
+        sources: generators of the user's that the function draws by; None if those are no inputs.
         generators: states that random numbers of Python come from; None for this rank's own.
         began: plain values that the function changes, by name, as they were before the call; on the
             first pipeline rank.
@@ -75,6 +76,7 @@ class Call:
     wanted: int | None = None
     seed: int = 0
     drawer: Drawer | None = None
+    sources: Sources | None = None
     generators: State | None = None
     began: dict[str, Any] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
@@ -100,7 +102,7 @@ class Call:
 
 def with_draws(call: Call, draws: tuple[Draw, ...]) -> Call:
     """A call with random numbers among its inputs, the same for all microbatches."""
-    drawer = Drawer(call.generators)
+    drawer = Drawer(call.generators, call.sources)
     values = [drawer.draw(draw) for draw in draws]
     tensors = [[*leaves, *values] for leaves in call.tensors]
     return replace(call, signature=replace(call.signature, draws=draws), tensors=tensors)
@@ -133,11 +135,11 @@ def as_drawn(call: Call, plan: Plan) -> list[list[torch.Tensor]]:
     return with_draws(call, draws).tensors if draws else call.tensors
 
 
-def draw_all(draws: tuple[Draw, ...]) -> None:
+def draw_all(draws: tuple[Draw, ...], sources: Sources | None) -> None:
     """Draws as the function would, so that all ranks go on with other numbers."""
     if not draws:
         return
-    drawer = Drawer()
+    drawer = Drawer(sources=sources)
     for draw in draws:
         drawer.draw(draw)
     drawer.commit()

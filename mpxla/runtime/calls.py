@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError, RankMismatch, StepError
-from mpxla.graph.python.draws import Draw, Drawer
+from mpxla.graph.python.draws import Draw, Drawer, Sources, are_there
 from mpxla.graph.python.plain import Read
 from mpxla.graph.python.state import OnceRead
 from mpxla.graph.user_code import at_user_line
@@ -100,6 +100,8 @@ class Calls:
         self._objects = Identities()
         # What a function may draw, by its title; the last that was drawn comes first.
         self._draws: dict[str, list[tuple[Draw, ...]]] = {}
+        # By which generators of the user's, likewise.
+        self._generators: dict[str, Sources] = {}
         self._shares = len(sharing) > 1
         self._num_replicas = len(session.topology.rdp_group(session.rank))
         self._asking = Asking(self.plans, self._num_replicas)
@@ -152,7 +154,7 @@ class Calls:
                 call.plans[plan.number] = self.plans.use(plan.number)
         if not next_:
             self._set_generators(call)
-            drawer = call.drawer = Drawer(call.generators)
+            drawer = call.drawer = Drawer(call.generators, call.sources)
             before = call.states[call.wanted] if call.states and call.wanted is not None else {}
             call.outside = self.plans.changed_outside(call.signature)
             described = portable(call.signature), drawer.began, before, sorted(call.outside)
@@ -175,9 +177,16 @@ class Calls:
             except RankMismatch as error:
                 self._refuse(call.name, error)
 
+    def _sources(self, signature: Signature) -> Sources | None:
+        """Generators of the user's that a function draws by.
+
+        Ranks that share tensors would have to have them in one state; they are no inputs there.
+        """
+        return None if self._shares else self._generators.setdefault(signature.function, {})
+
     def _draw(self, signature: Signature) -> None:
         """Draws what the function does; the next call probably draws the same."""
-        draw_all(signature.draws)
+        draw_all(signature.draws, self._sources(signature))
         if signature.draws and self._pp_rank == 0:
             known = self._draws[signature.function]
             known.insert(0, known.pop(known.index(signature.draws)))
@@ -239,7 +248,8 @@ class Calls:
             signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
             if not self._sharing.is_prescaled:
                 signature, tensors = self._gather(signature, tensors)
-            return self._planned(Call(signature, tensors, objects), view)
+            sources = self._sources(signature)
+            return self._planned(Call(signature, tensors, objects, sources=sources), view)
 
         call = described()
         if call.wanted is not None and self._numbers.learn(call.signature, self._known()):
@@ -270,6 +280,8 @@ class Calls:
     def _find(self, call: Call, view: ModelView) -> None:
         """Finds plans by what the function has drawn before; wanted is the first that lacks one."""
         for draws in [*self._draws.get(call.signature.function, []), ()]:
+            if not are_there(draws, call.sources):
+                continue
             given = with_draws(call, draws) if draws else call
             ways = self.plans.find(given.signature, view, given.tensors)
             if not call.ways or ways.count(None) < call.ways.count(None):
@@ -391,7 +403,7 @@ class Calls:
         if kind == "new":
             call.signature = received(rest[0], *call.arguments)
             call.objects = local_objects(*call.arguments)
-            call.drawer = Drawer(rest[1])
+            call.drawer = Drawer(rest[1], self._sources(call.signature))
             leave(call, rest[2])
             call.outside = frozenset(rest[3])
             return
@@ -400,7 +412,8 @@ class Calls:
         leave(call, rest[2])
         if kind == "known":
             call.passes = next_
-            draw_all(next_[0].plan.signature.draws)
+            signature = next_[0].plan.signature
+            draw_all(signature.draws, self._sources(signature))
         else:
             (call.question,) = next_
 
@@ -428,7 +441,7 @@ class Calls:
             self._take(call, self.control.follow())
         else:
             call.passes = [Pass(plan, tuple(range(call.signature.num_microbatches)))]
-            draw_all(plan.signature.draws)
+            draw_all(plan.signature.draws, self._sources(plan.signature))
 
     def _take_way(self, call: Call, plan: Plan) -> str | None:
         """Gives a new plan the microbatches that it is for, as far as they have none."""

@@ -79,13 +79,21 @@ def seldom_dropped(model, x):
     return x
 
 
+def of_generators(model, x):
+    """By objects of the model's own."""
+    x = torch.tanh(model.first(x)) * model.generator.normal() + model.legacy.uniform()
+    if model.dice.random() < 0.5:
+        x = torch.tanh(model.middle(x))
+    return model.last(x[:, model.generator.permutation(6)]) * model.dice.choice([0.5, 2.0])
+
+
 def seeded(model, x):
     """The same in every call, as the function says."""
     random.seed(3)
     return model.last(torch.tanh(model.first(x) * random.random()))
 
 
-FUNCTIONS = [skipped, mixed, in_arrays, chosen, counted, ordered, by_torch]
+FUNCTIONS = [skipped, mixed, in_arrays, chosen, counted, ordered, by_torch, of_generators]
 QUICK = [skipped, mixed, seldom_dropped]
 
 
@@ -95,6 +103,8 @@ class Model(nn.Module):
         torch.manual_seed(1)
         self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.function = function
+        self.generator, self.dice = np.random.default_rng(5), random.Random(5)
+        self.legacy = np.random.RandomState(5)
 
     def forward(self, x):
         return self.function(self, x)
@@ -181,9 +191,10 @@ def compare(functions, num_stages, backend, num_sharing=1):
 
 
 def test_numbers_are_drawn_in_every_call():
-    compiled = compare(QUICK, 1, "pjrt")
-    assert compiled == {"skipped": compiled["skipped"], "mixed": 1, "seldom_dropped": 1}
+    compiled = compare([*QUICK, of_generators], 1, "pjrt")
+    assert compiled["mixed"] == compiled["seldom_dropped"] == 1
     assert 1 < compiled["skipped"] <= STEPS
+    assert 1 < compiled["of_generators"] <= STEPS
 
 
 def test_ranks_that_share_tensors_draw_what_the_first_one_does():
@@ -200,8 +211,8 @@ def test_all_that_draws_by_ranks_that_share_tensors(num_stages):
 @pytest.mark.parametrize(
     ("functions", "num_stages", "backend"),
     [
-        ([in_arrays, chosen, counted, ordered, by_torch], 1, "torch_xla"),
-        ([skipped, mixed, by_torch], 2, "pjrt"),
+        ([in_arrays, chosen, counted, ordered, by_torch, of_generators], 1, "torch_xla"),
+        ([skipped, mixed, by_torch, of_generators], 2, "pjrt"),
         pytest.param(FUNCTIONS, 2, "pjrt", marks=pytest.mark.long),
     ],
 )

@@ -1,6 +1,7 @@
 """Random numbers that Python code in a step draws, by the modules `random` and `numpy.random`.
 
-So are single numbers of PyTorch, `torch.rand(1)`, where Python decides by them.
+Or by generators of its own (`self.rng = np.random.default_rng(0)`). So are single numbers of
+PyTorch, `torch.rand(1)`, where Python decides by them.
 
 A step function is captured once, and draws in every call. So what it draws is an input of the step:
 each call draws as the function would, with the same generators, before the step runs. All of its
@@ -11,6 +12,8 @@ runs another program.
 This module must not know how a step is captured or run.
 """
 
+import copy
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,9 +30,12 @@ from mpxla.errors import CaptureError
 from mpxla.graph.python.number import NumberRead, is_number
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["Draw", "Drawer", "Draws", "State"]
+__all__ = ["GENERATORS", "Draw", "Drawer", "Draws", "Sources", "State", "are_there"]
 
 State = tuple[Any, ...]
+Sources = dict[str, Callable[[], Any]]
+"""What gives generators of the user's, by name."""
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (bool, int, float, torch.dtype)
 _MOST_ARGUMENTS = 64
 """Elements of arguments, such as probabilities; what has more is not an input."""
@@ -47,6 +53,7 @@ class Draw:
         shape: of what it returns; [] for a number.
         dtype: likewise.
         is_array: whether it returns an array.
+        source: name of the generator of the user's that draws; "" for those of the modules.
     """
 
     module: str
@@ -56,24 +63,31 @@ class Draw:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64
     is_array: bool = False
+    source: str = ""
 
     @property
     def request(self) -> tuple[Any, ...]:
         """What is known before it is called."""
-        return self.module, self.name, repr(self.args), repr(self.kwargs)
+        return self.source, self.module, self.name, repr(self.args), repr(self.kwargs)
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}()"
+        return f"{self.source or self.module}.{self.name}()"
 
 
 class Drawer:
     """Generators in the states of those of Python, NumPy and PyTorch, or in given ones.
 
+    Args:
+        state: of these, as plain data.
+        sources: generators of the user's, which it copies; None where they are not to be inputs.
+
     Attributes:
-        began: the states in which they began, as plain data.
+        began: the states in which they began.
     """
 
-    def __init__(self, state: State | None = None):
+    def __init__(self, state: State | None = None, sources: Sources | None = None):
+        self.sources = sources
+        self._own: dict[str, Any] = {}
         self._python, self._numpy = random.Random(), np.random.RandomState()
         self._torch = torch.Generator()
         self.began = python, numpy, of_torch = state or self._state_of_process()
@@ -89,7 +103,7 @@ class Drawer:
 
     def again(self) -> "Drawer":
         """Another one in the states in which this one began."""
-        return Drawer(self.began)
+        return Drawer(self.began, self.sources)
 
     def draw(self, draw: Draw) -> torch.Tensor:
         """What a call returns this time."""
@@ -101,9 +115,13 @@ class Drawer:
         if draw.module == "torch":
             with _disable_current_modes(), DisableTorchFunction():
                 return getattr(torch, draw.name)(*args, **kwargs, generator=self._torch)
-        owner: Any = self._python if draw.module == "random" else self._numpy
+        is_numpy = draw.module != "random"
+        owner: Any = self._numpy if is_numpy else self._python
+        if draw.source:
+            self.hold(draw.source)
+            owner = self._own[draw.source]
         if draw.name == "shuffle":
-            order = np.arange(args[0]) if owner is self._numpy else list(range(args[0]))
+            order = np.arange(args[0]) if is_numpy else list(range(args[0]))
             owner.shuffle(order)
             return np.asarray(order)
         if draw.name in ("sample", "choices"):
@@ -111,11 +129,33 @@ class Drawer:
             return np.array(found, np.int64)
         return getattr(owner, draw.name)(*args, **kwargs)
 
+    def hold(self, source: str) -> None:
+        """Copies a generator of the user's, in the state that it has when it is needed first."""
+        if source not in self._own:
+            assert self.sources is not None, "such a draw has a source"
+            self._own[source] = copy.deepcopy(self.sources[source]())
+
     def commit(self) -> None:
-        """Puts the global generators into the states of these."""
+        """Puts the global generators, and those of the user's, into the states of these."""
         random.setstate(self._python.getstate())
         np.random.set_state(self._numpy.get_state())
         torch.set_rng_state(self._torch.get_state())
+        for source, own in self._own.items():
+            assert self.sources is not None, "it has copied one of them"
+            generator = self.sources[source]()
+            if isinstance(generator, random.Random):
+                generator.setstate(own.getstate())
+            elif isinstance(generator, np.random.RandomState):
+                generator.set_state(own.get_state())
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = own.bit_generator.state
+
+
+def are_there(draws: Sequence[Draw], sources: Sources | None) -> bool:
+    """Whether all generators of the user's that draw are where they were."""
+    names = {draw.source for draw in draws} - {""}
+    found = [(sources or {}).get(name) for name in names]
+    return all(get is not None and isinstance(get(), GENERATORS) for get in found)
 
 
 class Draws:
@@ -149,9 +189,27 @@ class Draws:
         """The function seeds a generator: from here on it draws the same numbers in every call."""
         self._is_seeded = True
 
-    def give(self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def source(self, name: str, get: Callable[[], Any]) -> str | None:
+        """A name for a generator of the user's that draws from here on; None if it is no input."""
+        known = self._drawer.sources
+        if known is None:
+            return None
+        names = (f"{name} ({i})" if i else name for i in itertools.count())
+        own = next(n for n in names if n not in known or known[n]() is get())
+        known.setdefault(own, get)
+        self._drawer.hold(own)  # now: a stand-in takes its place
+        return own
+
+    def give(
+        self,
+        module: str,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        source: str = "",
+    ) -> Any:
         """What a function that draws returns; NotImplemented for what cannot be an input."""
-        if self._is_seeded or name in _NOT_AS_INPUTS:
+        if self._is_seeded or name in _NOT_AS_INPUTS or "out" in kwargs:
             return NotImplemented
         if module == "torch":
             kwargs = {key: value for key, value in kwargs.items() if key != "device"}
@@ -161,23 +219,25 @@ class Draws:
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             own = "randrange" if (module, name) == ("random", "choice") else name
-            return self._draw(module, own, args, kwargs)
+            return self._draw(module, own, args, kwargs, source)
 
         function = _OF_LISTS.get((module, name))
         return ask(*args, **kwargs) if function is None else function(ask, *args, **kwargs)
 
-    def _draw(self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _draw(
+        self, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], source: str
+    ) -> Any:
         plain, named = _plain(args), tuple((key, _plain(v)) for key, v in kwargs.items())
         if NotImplemented in (plain, *(value for _, value in named)):
             return NotImplemented
-        asked = Draw(module, name, plain, named)
+        asked = Draw(module, name, plain, named, source=source)
         place, self._position = self._position, self._position + 1
         if place == len(self.known):
             value = self._drawer.call(asked)
             is_tensor, is_array = isinstance(value, torch.Tensor), isinstance(value, np.ndarray)
             dtype = value.dtype if is_tensor else getattr(torch, str(np.asarray(value).dtype))
             kind = tuple(value.shape if is_tensor else np.shape(value)), dtype, is_array
-            self.known.append((Draw(module, name, plain, named, *kind), value))
+            self.known.append((Draw(module, name, plain, named, *kind, source), value))
         draw, value = self.known[place]
         if draw.request != asked.request:
             raise CaptureError(

@@ -9,6 +9,7 @@ This module must not know how a step is captured or run.
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Generator
@@ -72,6 +73,9 @@ class Number:
     ) -> torch.Tensor:
         """Calls an operator of torch with tensors of the right dtype in the place of numbers."""
         leaves = pytree.tree_leaves((args, kwargs))
+        arrays = (v for v in leaves if isinstance(v, np.ndarray) and v.dtype.hasobject)
+        for number in filter(is_number, itertools.chain(*(array.flat for array in arrays))):
+            raise number.needed(func.__name__)  # torch takes arrays by calling this for ever
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         is_exact = func.__name__.strip("_") in _EXACT
 

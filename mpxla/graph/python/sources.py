@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.python.draws import Draws
+from mpxla.graph.python.draws import GENERATORS, Draws
 from mpxla.graph.python.reach import Place
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -33,6 +33,8 @@ _DRAWING: dict[str, Any] = {"random": random, "numpy.random": np.random}
 _NOT_DRAWING = ("getstate", "get_state", "default_rng")
 _SCALARS = ("rand", "randn", "randint")
 _SEEDING = ("seed", "setstate", "set_state")
+_NO_DRAWS = ("getstate", "get_state", "spawn")
+"""Of generators; all else that can be called draws."""
 _LOADERS = "torch_xla.distributed.parallel_loader"
 
 
@@ -40,12 +42,23 @@ _LOADERS = "torch_xla.distributed.parallel_loader"
 def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Generator[None]:
     """Makes random numbers of Python and NumPy inputs of a step, or warns of them, with the line.
 
-    Generators that the step function reaches are looked at.
+    Generators that the step function reaches have stand-ins meanwhile.
     """
-    kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    own = [(place.name, place.value) for place in reached if isinstance(place.value, kinds)]
+    places = [place for place in reached if isinstance(place.value, GENERATORS)]
+    own = [(place.name, place.value) for place in places]
     before, around = [_state(generator) for _, generator in own], _global_state()
-    with _functions_replaced(draws) as (found, elsewhere):
+    stand_ins: dict[int, Any] = {}
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            if draws is None or place.put is None:
+                continue
+            if id(place.value) not in stand_ins:
+                source = draws.source(place.name, place.get)
+                stand_ins[id(place.value)] = source and _stand_in(place.value, draws, source)
+            if stand_ins[id(place.value)] is not None:
+                stack.callback(place.put, place.value)
+                place.put(stand_ins[id(place.value)])
+        found, elsewhere = stack.enter_context(_functions_replaced(draws))
         yield
     if not (found or elsewhere) and around != _global_state():
         found.append("a function of random or numpy.random")
@@ -58,6 +71,35 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
             f"steps and microbatches use the same ones. Draw with torch (torch.rand, torch.randn, "
             f"dropout), or outside of the step function, and pass them as a tensor.",
         )
+
+
+def _stand_in(generator: Any, draws: Draws, source: str) -> Any:
+    """An object of the generator's class that gives what it draws to `draws`."""
+    kind = next(kind for kind in GENERATORS if isinstance(generator, kind))
+    module = "random" if kind is random.Random else "numpy.random"
+    own, is_seeded = threading.get_ident(), False
+
+    def replaced(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_seeded
+            is_seeded = is_seeded or key in _SEEDING
+            given = NotImplemented
+            if not is_seeded and key not in _NO_DRAWS and threading.get_ident() == own:
+                given = draws.give(module, key, args, kwargs, source)
+            return function(*args, **kwargs) if given is NotImplemented else given
+
+        return call
+
+    class StandIn(kind):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("_"):
+                return super().__getattribute__(name)
+            value = getattr(generator, name)
+            return replaced(name, value) if callable(value) else value
+
+    if kind is random.Random:
+        return StandIn.__new__(StandIn)  # to begin, it would seed the other one
+    return StandIn(np.random.PCG64(0))  # bits by which it never draws
 
 
 @contextlib.contextmanager
