@@ -30,12 +30,12 @@ from mpxla.errors import CaptureError
 from mpxla.graph.python.number import NumberRead, is_number
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["GENERATORS", "Draw", "Drawer", "Draws", "Sources", "State", "are_there"]
+__all__ = ["Draw", "Drawer", "Draws", "Sources", "State", "are_there", "kind_of_generator"]
 
 State = tuple[Any, ...]
 Sources = dict[str, Callable[[], Any]]
 """What gives generators of the user's, by name."""
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (bool, int, float, torch.dtype)
 _MOST_ARGUMENTS = 64
 """Elements of arguments, such as probabilities; what has more is not an input."""
@@ -72,6 +72,11 @@ class Draw:
 
     def __str__(self) -> str:
         return f"{self.source or self.module}.{self.name}()"
+
+
+def kind_of_generator(value: Any) -> Any:
+    """The class of an object that draws; None of what is none."""
+    return next((kind for kind in _GENERATORS if isinstance(value, kind)), None)
 
 
 class Drawer:
@@ -155,7 +160,7 @@ def are_there(draws: Sequence[Draw], sources: Sources | None) -> bool:
     """Whether all generators of the user's that draw are where they were."""
     names = {draw.source for draw in draws} - {""}
     found = [(sources or {}).get(name) for name in names]
-    return all(get is not None and isinstance(get(), GENERATORS) for get in found)
+    return all(get is not None and kind_of_generator(get()) for get in found)
 
 
 class Draws:

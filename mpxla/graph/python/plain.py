@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from mpxla.env import environment
-from mpxla.graph.python.draws import GENERATORS
+from mpxla.graph.python.draws import kind_of_generator
 from mpxla.graph.python.number import is_number
 from mpxla.user_lines import is_model_code
 
@@ -184,8 +184,9 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
             return value
         if isinstance(value, np.ndarray):
             return _content_of(value)
-        if isinstance(value, GENERATORS):  # calls draw by the one that is there
-            return next(kind for kind in GENERATORS if isinstance(value, kind))
+        drawing = kind_of_generator(value)
+        if drawing is not None:  # calls draw by the one that is there
+            return drawing
         if isinstance(value, (bytearray, array.array)):
             return _Content(f"a {type(value).__name__} of {len(value)}", bytes(value))
         if isinstance(value, contextvars.ContextVar):  # no number: nothing can take its place

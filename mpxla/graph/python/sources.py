@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.python.draws import GENERATORS, Draws
+from mpxla.graph.python.draws import Draws, kind_of_generator
 from mpxla.graph.python.reach import Place
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -44,7 +44,7 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
 
     Generators that the step function reaches have stand-ins meanwhile.
     """
-    places = [place for place in reached if isinstance(place.value, GENERATORS)]
+    places = [place for place in reached if kind_of_generator(place.value)]
     own = [(place.name, place.value) for place in places]
     before, around = [_state(generator) for _, generator in own], _global_state()
     stand_ins: dict[int, Any] = {}
@@ -75,7 +75,7 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
 
 def _stand_in(generator: Any, draws: Draws, source: str) -> Any:
     """An object of the generator's class that gives what it draws to `draws`."""
-    kind = next(kind for kind in GENERATORS if isinstance(generator, kind))
+    kind = kind_of_generator(generator)
     module = "random" if kind is random.Random else "numpy.random"
     own, is_seeded = threading.get_ident(), False
 
@@ -90,7 +90,7 @@ def _stand_in(generator: Any, draws: Draws, source: str) -> Any:
 
         return call
 
-    class StandIn(kind):
+    class StandIn(kind):  # pyright: ignore[reportGeneralTypeIssues]: one of three
         def __getattribute__(self, name: str) -> Any:
             if name.startswith("_"):
                 return super().__getattribute__(name)
