@@ -32,11 +32,11 @@ from mpxla.graph.python.floats import Floats
 from mpxla.graph.python.held_objects import held_objects
 from mpxla.graph.python.left_numbers import RecordRead, StandIns, numbers_left
 from mpxla.graph.python.plain import Read
-from mpxla.graph.python.reach import outside, places_in
+from mpxla.graph.python.reach import Place, outside, places_in
 from mpxla.graph.python.recorded import Recording
 from mpxla.graph.python.rewritten import ChangedArgumentError, RewrittenError, with_copies
 from mpxla.graph.python.sources import (
-    argument_without_iterator,
+    argument_of_capture,
     iterators_refused,
     random_numbers_noted,
 )
@@ -187,7 +187,7 @@ class Tracing:
 
     def _captured(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
         function, model = self.function, self.states.module
-        given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
+        given = {path: argument_of_capture(v, path, draws) for path, v in self.objects.items()}
         objects = self.objects
         own = [(f"argument {p}", value, partial(objects.get, p)) for p, value in objects.items()]
         thawed: set[str] = set()
@@ -261,6 +261,7 @@ class Tracing:
             roots = [("model", model, lambda: model), *named, *own]
             held, contents = held_objects(roots, self.state.held), self.state.contents
             reached = [*found.places, *places_in(held.values())]
+            reached += [Place(name, value, get, None) for name, value, get in own]
             stand_ins, computed = StandIns(records), dict[str, RecordRead]()
             by_inputs: dict[str, RecordRead] = {}
 

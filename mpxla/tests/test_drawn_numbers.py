@@ -150,6 +150,11 @@ def train_step(model, x):
     return loss
 
 
+@smp.step(non_split_inputs=["generator"])
+def evaluate(model, x, generator):
+    return model(x) * generator.normal()
+
+
 def train(functions, config):
     smp.init({"microbatches": MICROBATCHES, **config})
     return [train_one(function) for function in functions]
@@ -199,6 +204,21 @@ def test_numbers_are_drawn_in_every_call():
 
 def test_ranks_that_share_tensors_draw_what_the_first_one_does():
     compare([mixed], 1, "pjrt", num_sharing=2)
+
+
+def evaluate_by_an_argument():
+    smp.init({"microbatches": MICROBATCHES})
+    model = smp.DistributedModel(Model(lambda model, x: model.first(x)))
+    generator, x = np.random.default_rng(7), batch_of(0)
+    with torch.no_grad():
+        return [evaluate(model, x, generator).concat().cpu() for _ in range(3)]
+
+
+def test_a_generator_may_be_an_argument():
+    (found,) = run_ranks(evaluate_by_an_argument, 1)
+    generator, x = np.random.default_rng(7), batch_of(0)
+    for value in found:
+        torch.testing.assert_close(value, Model(None).first(x) * generator.normal())
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from mpxla.tests.wrong_uses import check_texts, made, refused
 pytestmark = pytest.mark.ranks
 
 generator = np.random.default_rng(0)
+generators = {"noise": np.random.default_rng(0)}
 batches = [torch.ones(4, 5), torch.zeros(4, 5)]
 loader = DataLoader(batches, batch_size=None)
 cycled = itertools.cycle(loader)
@@ -57,6 +58,10 @@ def by_generator(model, x):
     return model(x) * generator.bytes(1)[0]
 
 
+def by_one_of_several(model, x):
+    return model(x) * generators["noise"].normal()
+
+
 def by_torch(model, x):
     return model(x) * torch.rand(())
 
@@ -79,6 +84,7 @@ DRAWING = {
     by_bytes: r"random numbers by random\.getrandbits at .*test_outside_sources\.py:\d+: return m",
     by_name: r"random numbers by a function of random or numpy\.random\. It is captured once",
     by_generator: r"random numbers by the generator generator\. It is captured once",
+    by_one_of_several: r"by the generator generators\['noise'\]\. It is captured once",
 }
 
 

@@ -11,7 +11,7 @@ import io
 import random
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ from mpxla.graph.python.reach import Place
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
-__all__ = ["argument_without_iterator", "iterators_refused", "random_numbers_noted"]
+__all__ = ["argument_of_capture", "iterators_refused", "random_numbers_noted"]
 
 _DRAWING: dict[str, Any] = {"random": random, "numpy.random": np.random}
 """Modules whose functions draw, by name."""
 _NOT_DRAWING = ("getstate", "get_state", "default_rng")
+_MOST_GENERATORS = 512
+"""Larger containers are not looked into."""
 _SCALARS = ("rand", "randn", "randint")
 _SEEDING = ("seed", "setstate", "set_state")
 _NO_DRAWS = ("getstate", "get_state", "spawn")
@@ -44,7 +46,7 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
 
     Generators that the step function reaches have stand-ins meanwhile.
     """
-    places = [place for place in reached if kind_of_generator(place.value)]
+    places = [place for one in reached for place in _generators_of(one)]
     own = [(place.name, place.value) for place in places]
     before, around = [_state(generator) for _, generator in own], _global_state()
     stand_ins: dict[int, Any] = {}
@@ -73,6 +75,17 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
         )
 
 
+def _generators_of(place: Place) -> Iterator[Place]:
+    """A place with a generator, or those that a list or a dictionary holds, which stay there."""
+    if kind_of_generator(place.value):
+        yield place
+    elif isinstance(place.value, (list, dict)) and len(place.value) <= _MOST_GENERATORS:
+        held = cast(Any, place.value)
+        for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+            if kind_of_generator(value):
+                yield Place(f"{place.name}[{key!r}]", value, place.get, None)
+
+
 def _stand_in(generator: Any, draws: Draws, source: str) -> Any:
     """An object of the generator's class that gives what it draws to `draws`."""
     kind = kind_of_generator(generator)
@@ -92,7 +105,7 @@ def _stand_in(generator: Any, draws: Draws, source: str) -> Any:
 
     class StandIn(kind):  # pyright: ignore[reportGeneralTypeIssues]: one of three
         def __getattribute__(self, name: str) -> Any:
-            if name.startswith("_"):
+            if name.startswith("__"):
                 return super().__getattribute__(name)
             value = getattr(generator, name)
             return replaced(name, value) if callable(value) else value
@@ -218,9 +231,14 @@ def iterators_refused(reached: Sequence[Place]) -> Generator[None]:
             put(place.value)
 
 
-def argument_without_iterator(value: Any, path: str) -> Any:
-    """A stand-in for an argument that is an iterator; all else as it is."""
-    return _Refusing(f"the iterator in its argument {path}") if _is_iterator(value) else value
+def argument_of_capture(value: Any, path: str, draws: Draws | None) -> Any:
+    """A stand-in for an argument that is an iterator, or draws; all else as it is."""
+    if _is_iterator(value):
+        return _Refusing(f"the iterator in its argument {path}")
+    if draws is not None and kind_of_generator(value):
+        source = draws.source(f"argument {path}", lambda: value)
+        return _stand_in(value, draws, source) if source else value
+    return value
 
 
 def _is_iterator(value: Any) -> bool:
