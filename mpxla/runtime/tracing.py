@@ -189,7 +189,7 @@ class Tracing:
         function, model = self.function, self.states.module
         given = {path: argument_of_capture(v, path, draws) for path, v in self.objects.items()}
         objects = self.objects
-        own = [(f"argument {p}", value, partial(objects.get, p)) for p, value in objects.items()]
+        own = [Place(f"argument {p}", v, partial(objects.get, p), None) for p, v in objects.items()]
         thawed: set[str] = set()
         paths = signature.argument_paths
 
@@ -253,15 +253,15 @@ class Tracing:
             if counting.names and known is None:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             found, counted = outside(function, model), counting.names | records.keys()
+            found.places += own
             values = [read for read in outside_values(found) if read.name not in counted]
             reads = [without_counted(read, counted) for read in values]
             for read in values:
                 note_content(read.now(), self.state.contents)
             named = ((place.name, place.value, place.get) for place in found.places)
-            roots = [("model", model, lambda: model), *named, *own]
+            roots = [("model", model, lambda: model), *named]
             held, contents = held_objects(roots, self.state.held), self.state.contents
             reached = [*found.places, *places_in(held.values())]
-            reached += [Place(name, value, get, None) for name, value, get in own]
             stand_ins, computed = StandIns(records), dict[str, RecordRead]()
             by_inputs: dict[str, RecordRead] = {}
 

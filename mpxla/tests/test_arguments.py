@@ -6,8 +6,10 @@ Every use here once gave the numbers of another call, or of another microbatch.
 from argparse import Namespace
 from collections import UserDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -118,6 +120,26 @@ def pass_other_objects():
 def test_another_object_is_another_program():
     found = [[2, 4], [-1, -2], [2, 4], [6, 12]]
     assert run_ranks(pass_other_objects, 2) == [(found, 3)] * 2
+
+
+def change_objects_in_place():
+    model = made()
+    scales, space = np.ones(2), SimpleNamespace(scale=1.0)
+
+    @smp.step(non_split_inputs=["scales", "space"])
+    def step(model, x, scales, space):
+        return model(x) * scales[0] * space.scale
+
+    found = [values_of(step(model, column(1, 2), scales, space))]
+    scales[0] = 2
+    found.append(values_of(step(model, column(1, 2), scales, space)))
+    space.scale = 3.0
+    found.append(values_of(step(model, column(1, 2), scales, space)))
+    return found
+
+
+def test_what_changes_in_an_object_is_noticed():
+    assert run_ranks(change_objects_in_place, 2) == [[[1, 2], [2, 4], [6, 12]]] * 2
 
 
 def make_step(factor):
