@@ -35,7 +35,7 @@ __all__ = ["Draw", "Drawer", "Draws", "Sources", "State", "are_there", "kind_of_
 State = tuple[Any, ...]
 Sources = dict[str, Callable[[], Any]]
 """What gives generators of the user's, by name."""
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS: tuple[type, ...] = (random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (bool, int, float, torch.dtype)
 _MOST_ARGUMENTS = 64
 """Elements of arguments, such as probabilities; what has more is not an input."""
@@ -76,7 +76,9 @@ class Draw:
 
 def kind_of_generator(value: Any) -> Any:
     """The class of an object that draws; None of what is none."""
-    return next((kind for kind in _GENERATORS if isinstance(value, kind)), None)
+    if not isinstance(value, _GENERATORS):  # as nearly all that steps read, in every call
+        return None
+    return next(kind for kind in _GENERATORS if isinstance(value, kind))
 
 
 class Drawer:
