@@ -1,5 +1,6 @@
 """A float that changes with every call compiles once more; what cannot be an input is warned of."""
 
+import collections
 import re
 
 import pytest
@@ -101,6 +102,29 @@ def test_an_annealed_weight_is_an_input(stages):
     (warning,) = (line for line in lines if line.startswith("WARNING"))
     assert "because argument [0][3]['rate'] changed, for the second time (now 0.3)" in warning
     close(merged([found for _, _, found, _ in results]), parameters)
+
+
+def scale_by_recent(step_of, model):
+    """Outputs that are scaled by numbers of a full deque, to which the script appends."""
+    recent = collections.deque([1.0, 2.0], maxlen=2)
+    step = step_of(lambda model, x: model(x) * sum(recent) / recent[0])
+    found = []
+    for number in (2.0, 4.0, 8.0, 0.5):
+        found.append(step(model, inputs()))
+        recent.append(number)
+    return found
+
+
+def scale_in_steps():
+    smp.init({"microbatches": 2})
+    outputs = scale_by_recent(smp.step, smp.DistributedModel(raw_model()))
+    return [output.concat().cpu() for output in outputs]
+
+
+def test_a_script_may_append_to_a_full_deque():
+    (found,) = run_ranks(scale_in_steps, 1)
+    for value, expected in zip(found, scale_by_recent(lambda f: f, raw_model()), strict=True):
+        torch.testing.assert_close(value, expected.detach())
 
 
 def loss_by_mask(model, x, mask):

@@ -130,9 +130,10 @@ def numbers_left(
         is_open = is_simple(read.value) or isinstance(read.value, torch.Tensor)
         if read.put is not None and is_open and is_recordable(now, with_tensors=True):
             found.append(_of(read, now))
-        found += _in_container(read, held, with_tensors=True)
+        found += _in_container(read, held, log.counted, with_tensors=True)
     for read, _ in log.filled():  # tensors of modules are carried, or caches
-        found += _in_container(read, held, with_tensors=log.is_of_object(read.name))
+        with_tensors = log.is_of_object(read.name)
+        found += _in_container(read, held, log.counted, with_tensors)
     counts = Counter(one.read.name for one in found)
     left: list[LeftNumber] = []
     given: dict[str, RecordRead] = {}
@@ -162,14 +163,16 @@ def _of(read: Read, value: Any, is_more: bool = False) -> LeftNumber:
 
 
 def _in_container(
-    read: Read, held: Mapping[int, Any], with_tensors: bool = False
+    read: Read, held: Mapping[int, Any], counted: Collection[str], with_tensors: bool = False
 ) -> list[LeftNumber]:
     now = read.now()
     before = held.get(id(now))
     if before is None:
         return []
     if not isinstance(now, dict):
-        more = _appended(before, now)
+        # Where entries are inputs, a full deque does not tell these from what was appended.
+        has_inputs = any(name.startswith(f"{read.name}[") for name in counted)
+        more = [] if has_inputs and len(before) == len(now) else _appended(before, now)
         if more is None:
             return []
         if more:
@@ -183,7 +186,7 @@ def _in_container(
         if make is not None:
             raise _NewEntryError(now, key, make)
         if isinstance(value, CONTAINERS) and value is old:
-            found += _in_container(part, held, with_tensors)
+            found += _in_container(part, held, counted, with_tensors)
         elif value is not old and _is_plain(old) and is_recordable(value, with_tensors):
             found.append(_of(part, value))
     return found
