@@ -115,15 +115,35 @@ def scale_by_recent(step_of, model):
     return found
 
 
-def scale_in_steps():
+class Settings:
+    rate = 1.0
+
+
+class Inherited(Settings):
+    pass
+
+
+def scale_by_a_class(step_of, model):
+    """The same, by one number of a class that has two names."""
+    step = step_of(lambda model, x: model(x) * Inherited.rate + Settings.rate)
+    found = []
+    for Settings.rate in (1.0, 0.5, 0.7, 0.2):
+        found.append(step(model, inputs()))
+    Settings.rate = 1.0
+    return found
+
+
+def scale_in_steps(scale):
     smp.init({"microbatches": 2})
-    outputs = scale_by_recent(smp.step, smp.DistributedModel(raw_model()))
+    outputs = scale(smp.step, smp.DistributedModel(raw_model()))
+    assert "rate" not in vars(Inherited)
     return [output.concat().cpu() for output in outputs]
 
 
-def test_a_script_may_append_to_a_full_deque():
-    (found,) = run_ranks(scale_in_steps, 1)
-    for value, expected in zip(found, scale_by_recent(lambda f: f, raw_model()), strict=True):
+@pytest.mark.parametrize("scale", [scale_by_recent, scale_by_a_class])
+def test_numbers_that_scripts_change_in_places_of_several_kinds(scale):
+    (found,) = run_ranks(scale_in_steps, 1, scale)
+    for value, expected in zip(found, scale(lambda f: f, raw_model()), strict=True):
         torch.testing.assert_close(value, expected.detach())
 
 
