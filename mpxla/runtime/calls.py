@@ -506,6 +506,8 @@ class Calls:
         titles = {signature.function for signature in known}
         for name, functions in self._functions.items():
             functions.keep([n for n in functions.numbers() if _title(name, n) in titles])
+        for title in self._generators.keys() - titles:
+            del self._generators[title]
         self._watch.keep([plan.view for plan in self.plans])
 
     def reason(self, call: Call, num_models: int) -> str:

@@ -55,11 +55,9 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
             if draws is None or place.put is None:
                 continue
             if id(place.value) not in stand_ins:
-                source = draws.source(place.name, place.get)
-                stand_ins[id(place.value)] = source and _stand_in(place.value, draws, source)
-            if stand_ins[id(place.value)] is not None:
-                stack.callback(place.put, place.value)
-                place.put(stand_ins[id(place.value)])
+                stand_ins[id(place.value)] = _stand_in(place.value, place.name, place.get, draws)
+            stack.callback(place.put, place.value)
+            place.put(stand_ins[id(place.value)])
         found, elsewhere = stack.enter_context(_functions_replaced(draws))
         yield
     if not (found or elsewhere) and around != _global_state():
@@ -86,8 +84,14 @@ def _generators_of(place: Place) -> Iterator[Place]:
                 yield Place(f"{place.name}[{key!r}]", value, place.get, None)
 
 
-def _stand_in(generator: Any, draws: Draws, source: str) -> Any:
-    """An object of the generator's class that gives what it draws to `draws`."""
+def _stand_in(generator: Any, name: str, get: Callable[[], Any], draws: Draws) -> Any:
+    """An object of the generator's class that gives what it draws to `draws`.
+
+    The generator itself where that is to be no input. It has a name, and is where `get` looks.
+    """
+    source = draws.source(name, get)
+    if source is None:
+        return generator
     kind = kind_of_generator(generator)
     module = "random" if kind is random.Random else "numpy.random"
     own, is_seeded = threading.get_ident(), False
@@ -161,17 +165,22 @@ def _functions_replaced(draws: Draws | None) -> Generator[tuple[list[str], list[
         yield found, elsewhere
 
 
-def _state(generator: Any) -> str:
+def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
-        return str(generator.getstate())
+        return generator.getstate()
     if isinstance(generator, np.random.RandomState):
-        return str(generator.get_state())
+        return _numpy_state(generator)
     return str(generator.bit_generator.state)
 
 
+def _numpy_state(generator: Any) -> tuple[Any, ...]:
+    """Of an object of the older kind, or of the module."""
+    kind, keys, *rest = generator.get_state(legacy=True)
+    return kind, np.asarray(keys).tobytes(), rest
+
+
 def _global_state() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), kind, np.asarray(keys).tobytes(), rest
+    return random.getstate(), *_numpy_state(np.random)
 
 
 # --- iterators ----------------------------------------------------------------------------------
@@ -236,8 +245,7 @@ def argument_of_capture(value: Any, path: str, draws: Draws | None) -> Any:
     if _is_iterator(value):
         return _Refusing(f"the iterator in its argument {path}")
     if draws is not None and kind_of_generator(value):
-        source = draws.source(f"argument {path}", lambda: value)
-        return _stand_in(value, draws, source) if source else value
+        return _stand_in(value, f"argument {path}", lambda: value, draws)
     return value
 
 
