@@ -19,8 +19,8 @@ from torch import nn
 
 from mpxla.errors import StepError
 from mpxla.graph.capture.sparse import Sparse, with_sparse_opened
+from mpxla.graph.containers import open_object
 from mpxla.log import warn_once
-from mpxla.runtime.containers import open_object
 
 __all__ = ["SplitRule", "split_arguments"]
 

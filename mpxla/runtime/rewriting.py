@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from mpxla.graph.containers import open_containers
 from mpxla.graph.python.rewritten import Rewritten
-from mpxla.runtime.containers import open_containers
 from mpxla.runtime.signature import Signature
 
 __all__ = ["problem_of_memory", "write_back"]

@@ -23,10 +23,10 @@ from mpxla.comm.packing import describe
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture.step import NumberLeaf, TensorLeaf
 from mpxla.graph.casts import active_autocast
+from mpxla.graph.containers import flatten_opened, open_containers
 from mpxla.graph.python.counted import Count
 from mpxla.graph.python.draws import Draw
 from mpxla.graph.python.number import Number
-from mpxla.runtime.containers import flatten_opened, open_containers
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.structure import describe_structure, rebuild_structure
 

@@ -58,12 +58,13 @@ from mpxla.graph.capture.transforms import transforms_captured
 from mpxla.graph.capture.whole_parameters import WholeParameters
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.chosen.none import needs_no_rows, without_checks
+from mpxla.graph.containers import open_results, refuse_hidden_tensors
 from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
 from mpxla.graph.python.answers import Answers, Guess, Undecided
 from mpxla.graph.python.counts import Counts, RaisesError, without_exception
 from mpxla.graph.python.decisions import Decisions, Tape
 from mpxla.graph.python.floats import Floats
-from mpxla.graph.python.number import Later, is_number, numbers_in_math
+from mpxla.graph.python.number import is_number, numbers_in_math
 from mpxla.graph.python.questions import as_question
 from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
@@ -261,7 +262,7 @@ class _StepModule(nn.Module):
                 carried_attributes_written(model, self.returned.attached),
             ):
                 self._hook_parameters()
-                returned = None
+                returned, flat = None, list[Any]()
                 with (
                     contextlib.suppress(Undecided),
                     own.shown(),
@@ -272,7 +273,9 @@ class _StepModule(nn.Module):
                         semantics.writes.is_copy,
                     ) as self.returned.new,
                 ):
-                    returned = own.stand_ins(self._asked.function(leaves))
+                    returned = open_results(self._asked.function(leaves))
+                    flat, self.returned.spec = pytree.tree_flatten(returned)
+                    flat = own.stand_ins(flat)
                 for leaf, known_leaf in zip(leaves, asked.leaves, strict=True):
                     if leaf.shape != known_leaf.shape:
                         raise CaptureError(
@@ -303,11 +306,10 @@ class _StepModule(nn.Module):
         if answers.is_open:
             return self._ask(answers)
         refuse_sparse(returned)
-        return self._results(pytree.tree_map_only(torch.Tensor, contents.data, returned), recorder)
+        return self._results(pytree.tree_map_only(torch.Tensor, contents.data, flat), recorder)
 
-    def _results(self, returned: Any, recorder: BackwardRecorder) -> tuple[torch.Tensor, ...]:
+    def _results(self, flat: Sequence[Any], recorder: BackwardRecorder) -> tuple[torch.Tensor, ...]:
         """What is differentiated, and all that a call of the step has to give."""
-        flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
         for leaf in flat:
@@ -321,7 +323,7 @@ class _StepModule(nn.Module):
                 leaves_out.append(ResultLeaf(len(results), is_number=True))
                 results.append(leaf)
             else:
-                _refuse_hidden_tensors(leaf)
+                refuse_hidden_tensors(leaf)
                 is_plain = isinstance(leaf, (bool, int, float))
                 leaves_out.append(ResultLeaf(None, is_number=is_plain, value=leaf))
         numbers = recorder.recording.results
@@ -343,18 +345,6 @@ class _StepModule(nn.Module):
         returned.spec = pytree.tree_structure(answers.asked)
         returned.looking, returned.is_question = [], True
         return tuple(answers.asked)
-
-
-def _refuse_hidden_tensors(leaf: Any) -> None:
-    if isinstance(leaf, Later):
-        raise TypeError("the step function returns what is made when it has run")
-    held = [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]
-    if held and not isinstance(leaf, nn.Module):
-        raise CaptureError(
-            f"The step function returns an object of type {type(leaf).__name__} that holds tensors "
-            f"({', '.join(held)}). Return tensors in a tuple, list, dict, named tuple or a class "
-            f"registered with torch.utils._pytree.register_pytree_node."
-        )
 
 
 def capture_step(

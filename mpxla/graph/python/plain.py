@@ -46,6 +46,7 @@ __all__ = [
     "entries_of",
     "plain",
     "refill",
+    "slots_of",
 ]
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -247,18 +248,20 @@ def entries_of(value: Any) -> dict[Any, Any] | None:
         return {"data": value.data}
     if isinstance(value, _VARS):
         return vars(value)
-    names = _slots_of(type(value))
+    kind = type(value)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    is_known = hasattr(kind, "__dataclass_fields__") or file is None or is_model_code(file)
+    names = slots_of(kind) if is_known and not kind.__dictoffset__ else ()
     return {name: getattr(value, name, None) for name in names} if names else None
 
 
 @functools.cache
-def _slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the attributes of objects of a model's class that have no dictionary."""
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the attributes that objects of a class have besides those in a dictionary."""
     own = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = dict.fromkeys(n for slots in own for n in ((slots,) if type(slots) is str else slots))
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    is_known = hasattr(kind, "__dataclass_fields__") or file is None or is_model_code(file)
-    return tuple(names) if is_known and not kind.__dictoffset__ else ()
+    return tuple(
+        dict.fromkeys(n for slots in own for n in ((slots,) if type(slots) is str else slots))
+    )
 
 
 def _is_flat(value: Any) -> bool:

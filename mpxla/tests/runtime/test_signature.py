@@ -12,7 +12,7 @@ from torch import nn
 
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture.step import TensorLeaf
-from mpxla.runtime.containers import open_object
+from mpxla.graph.containers import open_object
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.model_watch import model_flags
 from mpxla.runtime.signature import (

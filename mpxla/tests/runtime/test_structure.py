@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.comm.codec import DATA
 from mpxla.errors import RankMismatch
-from mpxla.runtime.containers import open_containers
+from mpxla.graph.containers import open_containers
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.signature import LocalObject, PlainValue, portable, received, sign
 from mpxla.runtime.structure import describe_structure, rebuild_structure
