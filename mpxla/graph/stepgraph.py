@@ -103,7 +103,9 @@ class ResultLeaf:
     """One leaf of the value that the step function returns.
 
     Exactly one of: a tensor (`output` is its index among the results), a Python number read by
-    `.item()` (same, with `is_number`), or any other object (`output` is None, `value` holds it).
+    `.item()` (same, with `is_number`), what Python makes of numbers and tensors when the step has
+    run (`is_number`, and `value` says how), or any other object (`output` is None, `value` holds
+    it).
     """
 
     output: int | None

@@ -41,7 +41,10 @@ _NEED_VALUES = (
     *("GuardOnDataDependentSymNode", "NeedsValueError", "UserError"),
     "PendingUnbackedSymbolNotFound",  # at what follows a slice that ends at a tensor
 )
-_OF_VALUES = ("data-dependent", "NumberRead", "non-nested SymInt", "for tensor subclasses")
+_OF_VALUES = (
+    *("data-dependent", "non-nested SymInt", "for tensor subclasses"),
+    *("NumberRead", "ArrayRead", "integer or boolean arrays are valid indices"),
+)
 """Texts of torch's and Python's errors, of its own functions and of dictionaries, say."""
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 

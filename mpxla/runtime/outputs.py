@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.errors import StepError
 from mpxla.graph.python.left_numbers import RecordRead
+from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.stepgraph import ResultLeaf, StepGraph
 
 __all__ = ["Part", "StepOutput", "build_outputs", "differ_in_form", "leave_numbers"]
@@ -126,21 +127,25 @@ def build_outputs(
 
     def later(place: int) -> Callable[[], list[Any]]:
         """Gives a leaf's tensors or numbers, one per microbatch; holds nothing of other leaves."""
-        taken: list[tuple[ResultLeaf, Sequence[int], Any]] = []
+        taken: list[tuple[ResultLeaf, Sequence[int], Sequence[Any]]] = []
         for part in parts:
             leaf = part.leaves[place]
-            result = None if leaf.output is None else part.results[leaf.output]
-            taken.append((leaf, part.microbatches, result))
+            is_made = isinstance(leaf.value, Recorded)
+            of = part.numbers if is_made else () if leaf.output is None else (leaf.output,)
+            taken.append((leaf, part.microbatches, [part.results[i] for i in of]))
 
         def in_order() -> list[Any]:
             found: dict[int, Any] = {}
-            for leaf, microbatches, result in taken:
+            for leaf, microbatches, results in taken:
                 asked = [i for i, number in enumerate(microbatches) if number in wanted]
-                values = [leaf.value] * len(asked)
-                if result is not None:
-                    tensors = result()
-                    values = publish([tensors[i] for i in asked])
-                    values = [tensor.item() for tensor in values] if leaf.is_number else values
+                columns = [publish([result()[i] for i in asked]) for result in results]
+                if isinstance(leaf.value, Recorded):
+                    rows = zip(*columns, strict=True) if columns else [()] * len(asked)
+                    values = [leaf.value.of(row, {}) for row in rows]
+                elif columns:
+                    values = [t.item() if leaf.is_number else t for t in columns[0]]
+                else:
+                    values = [leaf.value] * len(asked)
                 found.update(zip((microbatches[i] for i in asked), values, strict=True))
             return [found[number] for number in wanted]
 

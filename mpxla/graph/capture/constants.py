@@ -29,9 +29,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpxla.graph.capture.shapes import DISTINCT, FixedShapes
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.answers import Answers
+from mpxla.graph.python.arrays import ArrayRead, is_array_read, with_numbers
 from mpxla.graph.python.decisions import OfModelError, Tape, Written
 from mpxla.graph.python.floats import Floats
-from mpxla.graph.python.number import NumberRead, has_number, is_number, takes_numbers_as_tensors
+from mpxla.graph.python.number import (
+    NumberRead,
+    has_number,
+    holds_objects,
+    is_number,
+    takes_numbers_as_tensors,
+)
 from mpxla.graph.user_code import at_user_line, needs_value
 
 __all__ = ["Constants", "masks_decided"]
@@ -53,8 +60,6 @@ _OPERANDS = ("exponent", "input", "max", "min", "other", "weight")
 """Names of arguments of arithmetic that are tensors as well as numbers."""
 _MOST_NUMBERS = 2
 """So many integers that were read may be arguments of one call; sizes of all experts are not."""
-_MOST_IN_ARRAYS = 64
-"""So many floats may be an array of NumPy, which computes with each by itself."""
 _INTEGERS = {"__index__", "__int__"}
 _NO_DECISIONS = _READS - _TRUTHS
 _OF_FINITE = {"isfinite": True, **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), False)}
@@ -84,6 +89,7 @@ class Constants:
         reads: the user's own tensors whose values Python has read, by id: the tensor, and the
             user's line.
         tests: whether values are finite, which Python has read, by id: the test, and the line.
+        has_arrays: whether Python has arrays without values.
         absent: ids of stand-ins for tensors whose values are on other ranks.
         shapes: exchanges calls whose shapes depend on values.
     """
@@ -96,6 +102,7 @@ class Constants:
     ) -> None:
         self._answers = answers or Answers(None)
         self._floats = floats or Floats()
+        self.has_arrays = False
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self.absent: set[int] = set()
@@ -129,6 +136,8 @@ class Constants:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
         args, kwargs = self._with_values(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
+        if any(map(is_array_read, leaves)):
+            return self.call(func, *with_numbers((args, kwargs), func.__name__))
         tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
         asked = func, args, kwargs
         func, args, kwargs = self.shapes.fixed(func, args, kwargs)
@@ -138,6 +147,9 @@ class Constants:
             is_known = is_known and not any(map(self._tests_of, tensors))
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
             return _NUMBERS[func](args[0])
+        if func is torch.Tensor.numpy and not is_known and _is_for_numpy(args[0]):
+            self.has_arrays = True
+            return ArrayRead.of_tensor(args[0], self._floats)
         if not is_known and name in _TRUTHS and self._answers.may_answer(args[0]):
             return self._answers.truth_of(args[0])
         if not is_known and name in _INTEGERS and self._answers.may_answer(args[0]):
@@ -381,24 +393,17 @@ def _is_tensor(value: Any) -> bool:
 
 def _has_numbers_read(value: Any) -> bool:
     """Whether there are numbers in it without a value."""
-    return is_number(value) or (isinstance(value, np.ndarray) and value.dtype == object)
+    return is_number(value) or holds_objects(value)
 
 
 def _has_numbers(func: Any, tensor: torch.Tensor) -> bool:
     is_possible = func is torch.Tensor.tolist or tensor.numel() == 1
-    if func is torch.Tensor.numpy:
-        # Of another type, a tensor made of the array would have the wrong one.
-        is_few = tensor.dtype is torch.get_default_dtype() and tensor.numel() <= _MOST_IN_ARRAYS
-        is_possible = is_few or (tensor.dtype is torch.int64 and tensor.dim() == 1)
     return isinstance(tensor, FakeTensor) and is_possible and not tensor.is_complex()
 
 
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    """An array of numbers without values, with which NumPy computes one by one."""
-    found = np.empty(tensor.shape, dtype=object)
-    for place in np.ndindex(*tensor.shape):
-        found[place] = NumberRead(tensor[place])
-    return found
+def _is_for_numpy(tensor: torch.Tensor) -> bool:
+    is_known = hasattr(np, str(tensor.dtype).removeprefix("torch."))
+    return isinstance(tensor, FakeTensor) and is_known
 
 
 def _listed(tensor: torch.Tensor) -> Any:
@@ -408,7 +413,6 @@ def _listed(tensor: torch.Tensor) -> Any:
 _NUMBERS: dict[Any, Any] = {
     torch.Tensor.item: NumberRead,
     torch.Tensor.tolist: _listed,
-    torch.Tensor.numpy: _as_array,
 }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.python.number import extreme_number, is_number
+from mpxla.graph.python.number import extreme_number, holds_objects, is_number
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -194,7 +193,7 @@ def _of_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     def call(data: Any, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> torch.Tensor:
         if type(data) in (bool, int, float) and not args and named.keys() <= {"device"}:
             return torch.full((), data, dtype=dtype, **named)
-        if isinstance(data, np.ndarray) and data.dtype == object:
+        if holds_objects(data):
             data = data.tolist()
         if isinstance(data, torch.Tensor) or not any(map(_has_no_value, tree_leaves(data))):
             return function(data, *args, dtype=dtype, **named)

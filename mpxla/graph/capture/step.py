@@ -61,6 +61,7 @@ from mpxla.graph.chosen.none import needs_no_rows, without_checks
 from mpxla.graph.containers import open_results, refuse_hidden_tensors
 from mpxla.graph.normalize import drop_replayed_views, keep_gradient_barriers
 from mpxla.graph.python.answers import Answers, Guess, Undecided
+from mpxla.graph.python.arrays import arrays_in_numpy
 from mpxla.graph.python.counts import Counts, RaisesError, without_exception
 from mpxla.graph.python.decisions import Decisions, Tape
 from mpxla.graph.python.floats import Floats
@@ -258,6 +259,7 @@ class _StepModule(nn.Module):
                 backward_told(),
                 transforms_captured(),
                 numbers_in_math(self._counts.number_of),
+                arrays_in_numpy(),
                 assigned_buffers_written(model, self.returned.attached),
                 carried_attributes_written(model, self.returned.attached),
             ):
@@ -275,7 +277,7 @@ class _StepModule(nn.Module):
                 ):
                     returned = open_results(self._asked.function(leaves))
                     flat, self.returned.spec = pytree.tree_flatten(returned)
-                    flat = own.stand_ins(flat)
+                    flat = [*map(recorder.recording.returned, own.stand_ins(flat))]
                 for leaf, known_leaf in zip(leaves, asked.leaves, strict=True):
                     if leaf.shape != known_leaf.shape:
                         raise CaptureError(
@@ -322,6 +324,8 @@ class _StepModule(nn.Module):
             elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
                 leaves_out.append(ResultLeaf(len(results), is_number=True))
                 results.append(leaf)
+            elif isinstance(leaf, Recorded):
+                leaves_out.append(ResultLeaf(None, is_number=True, value=leaf))
             else:
                 refuse_hidden_tensors(leaf)
                 is_plain = isinstance(leaf, (bool, int, float))
@@ -535,9 +539,10 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
             if isinstance(explained, OutsideWriteError) and returned.semantics is not None:
                 written = [tensor for tensor, *_ in outside]
                 explained.written = returned.semantics.own_tensors(written)
-            # Torch has sizes without values here that not all of its code expects, and the user's
-            # code may go another way.
-            is_supposed = counts.has_unknown or counts.asked
+            # Torch has sizes without values here that not all of its code expects, nor does that of
+            # libraries arrays without them, and the user's code may go another way.
+            has_arrays = returned.semantics is not None and returned.semantics.constants.has_arrays
+            is_supposed = counts.has_unknown or counts.asked or has_arrays
             if is_supposed and not is_final and not isinstance(error, MpxlaError):
                 explained = ValueNeededError(f"{type(error).__name__}: {error}")
             if counts.last is not None and not isinstance(explained, MpxlaError):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpxla.graph.python.number import NumberRead, as_float
+from mpxla.graph.python.number import Later, NumberRead, as_float
 from mpxla.graph.user_code import AgainError, at_user_line
 from mpxla.log import warn_once
 from mpxla.user_lines import is_model_code
@@ -90,6 +90,8 @@ def _float_of(number_of: Callable[[Any], Any]) -> type:
     class Kind(type(float)):
         def __call__(cls, *args: Any) -> Any:
             value = number_of(args[0]) if len(args) == 1 else None
+            if isinstance(value, Later):
+                return type(value)(float, value)
             if isinstance(value, torch.Tensor | np.ndarray):
                 value = value.item()
             number: Any = value

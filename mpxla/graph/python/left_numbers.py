@@ -10,17 +10,25 @@ This module must not know how captures are judged.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.graph.python.attributes import CONTAINERS, AttributeLog, is_simple
 from mpxla.graph.python.container_state import entry
-from mpxla.graph.python.number import Number, is_number, text_without_value, values_in
+from mpxla.graph.python.number import Number, is_number, text_without_value
 from mpxla.graph.python.plain import MISSING, SIMPLE, Change, Read, refill
-from mpxla.graph.python.recorded import Before, Recorded, is_recordable, may_be_appended
+from mpxla.graph.python.recorded import (
+    Before,
+    Recorded,
+    is_recordable,
+    may_be_appended,
+    parts_of,
+)
 from mpxla.graph.user_code import AgainError
 
 __all__ = ["RecordRead", "StandIns", "is_plain_number", "may_go_on", "numbers_left"]
@@ -96,8 +104,8 @@ class LeftNumber(NamedTuple):
 
 
 def may_go_on(value: Any) -> bool:
-    """Whether it is something that Python adds to: a number, a tensor, a text."""
-    return is_plain_number(value) or isinstance(value, (str, torch.Tensor))
+    """Whether it is something that Python adds to: a number, a tensor, a text, an array."""
+    return is_plain_number(value) or isinstance(value, (str, torch.Tensor, np.ndarray))
 
 
 def is_plain_number(value: Any) -> bool:
@@ -138,9 +146,7 @@ def numbers_left(
     left: list[LeftNumber] = []
     given: dict[str, RecordRead] = {}
     for one in found:
-        leaves = pytree.tree_leaves(one.value)
-        texts = [leaf for leaf in leaves if isinstance(leaf, str)]
-        leaves += [value for text in texts for _, value, _ in values_in(text)]
+        leaves = [*chain.from_iterable(map(parts_of, pytree.tree_leaves(one.value)))]
         numbers = [leaf for leaf in leaves if is_number(leaf)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if one.read.is_more and one.read.name in filled_once and not numbers:

@@ -30,6 +30,7 @@ __all__ = [
     "as_float",
     "extreme_number",
     "has_number",
+    "holds_objects",
     "is_number",
     "made_later",
     "numbers_in_math",
@@ -73,8 +74,8 @@ class Number:
     ) -> torch.Tensor:
         """Calls an operator of torch with tensors of the right dtype in the place of numbers."""
         leaves = pytree.tree_leaves((args, kwargs))
-        arrays = (v for v in leaves if isinstance(v, np.ndarray) and v.dtype.hasobject)
-        for number in filter(is_number, itertools.chain(*(array.flat for array in arrays))):
+        arrays = (array.flat for array in leaves if holds_objects(array))
+        for number in filter(is_number, itertools.chain(*arrays)):
             raise number.needed(func.__name__)  # torch takes arrays by calling this for ever
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         is_exact = func.__name__.strip("_") in _EXACT
@@ -171,6 +172,10 @@ class NumberRead(Number):
         rounded = torch.round(value, decimals=digits or 0)
         return _made(rounded.long() if digits is None else rounded, round, self, digits)
 
+    def round(self, decimals: int = 0, out: None = None) -> "NumberRead":
+        """What `np.round` calls."""
+        return _made(torch.round(_computed(self), decimals=decimals), np.round, self, decimals)
+
     def __bool__(self) -> bool:
         return bool(self.tensor)  # whoever follows the tensor may know
 
@@ -255,7 +260,7 @@ def numbers_in_math(number_of: Callable[[Any], Any]) -> Generator[None]:
 
         def function(number: Any, *others: Any, **named: Any) -> Any:
             number = number_of(number)
-            is_one = isinstance(number, np.ndarray) and number.dtype == object and not number.shape
+            is_one = holds_objects(number) and not number.shape
             given: Any = number.item() if is_one else number
             pair = (given, *map(number_of, others))
             if len(pair) == 2 and name in _OF_TWO and any(map(is_number, pair)):
@@ -335,6 +340,11 @@ def _without_factor(
 def is_number(value: Any) -> bool:
     """Whether it stands for a Python number; it looks like one to `isinstance`."""
     return issubclass(type(value), Number)
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether it is an array of Python's objects, as of numbers."""
+    return issubclass(type(value), np.ndarray) and value.dtype.hasobject
 
 
 def made_later(func: Any, args: tuple[Any, ...]) -> Later | None:

@@ -31,7 +31,7 @@ from torch import nn
 
 from mpxla.env import environment
 from mpxla.graph.python.draws import kind_of_generator
-from mpxla.graph.python.number import is_number
+from mpxla.graph.python.number import Later, is_number
 from mpxla.user_lines import is_model_code
 
 __all__ = [
@@ -71,7 +71,7 @@ _PLAIN = (
     *(np.generic, *FUNCTIONS, type, types.ModuleType, range, slice, Decimal, Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, re.Pattern),
 )
-_THEMSELVES = (torch.Tensor, nn.Module)
+_THEMSELVES = (torch.Tensor, nn.Module, Later)
 _MAPPINGS = (types.MappingProxyType, ChainMap, UserDict, type(environment()))
 _VARS = (types.SimpleNamespace, threading.local)
 """Of these, the attributes; of `threading.local` those of the thread that runs steps."""

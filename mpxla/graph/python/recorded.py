@@ -15,19 +15,21 @@ which `state.py` sees to.
 This module must not know how a step is captured or run, nor where things are left.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpxla.graph.python.number import Later, NumberRead, is_number, values_in
+from mpxla.graph.python.arrays import array_of
+from mpxla.graph.python.number import Later, NumberRead, holds_objects, is_number, values_in
 from mpxla.graph.python.plain import SIMPLE
 
-__all__ = ["Before", "Recorded", "Recording", "is_recordable", "may_be_appended"]
+__all__ = ["Before", "Recorded", "Recording", "is_recordable", "may_be_appended", "parts_of"]
 
 
 class Before(NumberRead):
@@ -157,6 +159,18 @@ class Recording:
         """What the step has to return, of shape []."""
         return [tensor.detach().clone() for tensor in self._tensors]
 
+    def returned(self, leaf: Any) -> Any:
+        """A leaf that a step function returns; what Python makes of numbers is recorded.
+
+        Texts with numbers and arrays; numbers by themselves, and tensors, are results.
+        """
+        if is_number(leaf) or isinstance(leaf, torch.Tensor) or not _is_open(leaf):
+            return leaf
+        made = Recorded("", self._term(leaf))
+        if made.goes_on:
+            raise TypeError("the step function returns what is made when it has run")
+        return made
+
     def _term(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):
             return self._result(value, value, is_tensor=True)
@@ -164,6 +178,9 @@ class Recording:
             parts = values_in(value)
             filled = partial(_filled, value, [(part, spec) for part, _, spec in parts])
             return _Computed(filled, tuple(self._term(v) for _, v, _ in parts)) if parts else value
+        if _is_array_of_numbers(value):
+            made = partial(_array_of_numbers, value.shape)
+            return _Computed(made, tuple(map(self._term, value.flat)))
         if isinstance(value, Later):
             function, of = value.made_by
             return _Computed(function, tuple(map(self._term, of)))
@@ -185,6 +202,21 @@ class Recording:
         return _Result(self._places[id(value)], is_tensor)
 
 
+def parts_of(leaf: Any) -> Iterator[Any]:
+    """Numbers and tensors that what is left is made of; or what it is, if it is no more."""
+    parts: Sequence[Any] = ()
+    if isinstance(leaf, str):
+        parts = [value for _, value, _ in values_in(leaf)]
+    elif isinstance(leaf, Later):
+        parts = leaf.made_by[1]
+    elif _is_array_of_numbers(leaf):
+        parts = [*leaf.flat]
+    for part in parts:
+        yield from parts_of(part)
+    if not parts:
+        yield leaf
+
+
 def is_recordable(value: Any, with_tensors: bool = False) -> bool:
     """Whether it is plain data with numbers of the model in it, or with its tensors."""
     leaves = pytree.tree_leaves(value)
@@ -194,7 +226,16 @@ def is_recordable(value: Any, with_tensors: bool = False) -> bool:
 def _is_open(leaf: Any) -> bool:
     if isinstance(leaf, str):
         return bool(values_in(leaf))
-    return is_number(leaf) or isinstance(leaf, (FakeTensor, Later))
+    is_one = is_number(leaf) or isinstance(leaf, (FakeTensor, Later))
+    return is_one or _is_array_of_numbers(leaf)
+
+
+def _is_array_of_numbers(value: Any) -> bool:
+    return holds_objects(value) and any(map(is_number, value.flat))
+
+
+def _array_of_numbers(shape: tuple[int, ...], *values: Any) -> np.ndarray:
+    return np.array(values).reshape(shape)
 
 
 def _filled(text: str, parts: Sequence[tuple[str, str]], *values: Any) -> str:
@@ -208,6 +249,7 @@ def may_be_appended(value: Any, with_tensors: bool = False) -> bool:
     """Whether it is plain data, with numbers (or tensors) of the model or without."""
     return all(
         isinstance(leaf, (*SIMPLE, Later))
+        or _is_array_of_numbers(leaf)
         or (with_tensors and isinstance(leaf, FakeTensor) and leaf.numel() <= _LARGEST)
         for leaf in pytree.tree_leaves(value)
     )
@@ -229,5 +271,5 @@ def _has_left(term: Any) -> bool:
 
 def _has_tensor(term: Any) -> bool:
     if isinstance(term, _Computed):
-        return any(map(_has_tensor, term.terms))
+        return term.function is not array_of and any(map(_has_tensor, term.terms))
     return isinstance(term, _Result) and term.is_tensor
