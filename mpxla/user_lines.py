@@ -37,9 +37,9 @@ _PYTHON, _PACKAGES = _folders("stdlib", "platstdlib"), _folders("purelib", "plat
 
 
 @functools.cache
-def _torch() -> tuple[str, ...]:
-    """Where torch is, without importing it; a folder of the user may have such a name."""
-    specs = [importlib.util.find_spec(name) for name in ("torch", "torch_xla")]
+def _libraries() -> tuple[str, ...]:
+    """Where torch and NumPy are, without importing them; users' folders may have such names."""
+    specs = [importlib.util.find_spec(name) for name in ("torch", "torch_xla", "numpy")]
     return tuple(f"{Path(s.origin).resolve().parent}/" for s in specs if s and s.origin)
 
 
@@ -56,7 +56,7 @@ def is_script_code(filename: str) -> bool:
 def is_model_code(filename: str) -> bool:
     """Whether a model may be written in a file: the user's, or one of a package (transformers).
 
-    Not one of Python, torch or mpxla, whose lines say nothing about a model.
+    Not one of Python, torch, NumPy or mpxla, whose lines say nothing about a model.
     """
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
@@ -64,8 +64,8 @@ def is_model_code(filename: str) -> bool:
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_PACKAGE / "tests")
     if _is_installed(path):
-        return not str(path).startswith(_torch())
-    return not str(path).startswith((*_PYTHON, *_torch()))
+        return not str(path).startswith(_libraries())
+    return not str(path).startswith((*_PYTHON, *_libraries()))
 
 
 def _is_installed(path: Path) -> bool:

@@ -14,13 +14,16 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.errors import CaptureError
-from mpxla.graph.python.number import Later, is_number
+from mpxla.graph.python.number import Later, holds_objects, is_number, values_in
 from mpxla.graph.python.plain import slots_of
 
 __all__ = [
     "flatten_opened",
+    "holds_numbers",
+    "is_open",
     "open_containers",
     "open_object",
     "open_results",
@@ -56,7 +59,8 @@ def open_object(value: Any) -> Any:
 
 
 def open_results(tree: Any) -> Any:
-    """What a step returns, in which mappings and objects that hold tensors are nodes of the tree.
+    """What a step returns or leaves, in which mappings are nodes of the tree, and objects that hold
+    tensors or numbers.
 
     Sets stay leaves: numbers become lists over microbatches, which no set can hold.
     """
@@ -94,7 +98,7 @@ def _opened(tree: Any, kinds: Sequence[_Kind], within: tuple[int, ...] = ()) -> 
         values = [_opened(value, kinds, (*within, id(leaf))) for value in items.values()]
         node = _Opened(type(leaf), tuple(items), values)
         is_container = isinstance(leaf, Mapping | AbstractSet)
-        return node if is_container or _has_tensors(node) else leaf
+        return node if is_container or any(map(_is_data, pytree.tree_leaves(node))) else leaf
 
     # Opened ones stay: mapping over a node would close it again.
     leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda node: isinstance(node, _Opened))
@@ -122,8 +126,20 @@ def _in_object(leaf: Any) -> dict[Any, Any] | None:
     return held | getattr(leaf, "__dict__", {})
 
 
-def _has_tensors(node: _Opened) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node))
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) or is_open(leaf)
+
+
+def is_open(leaf: Any) -> bool:
+    """Whether it has no value while a step is captured: of a tensor, or what Python makes of it."""
+    if isinstance(leaf, str):
+        return bool(values_in(leaf))
+    return is_number(leaf) or isinstance(leaf, (FakeTensor, Later)) or holds_numbers(leaf)
+
+
+def holds_numbers(value: Any) -> bool:
+    """Whether it is an array of numbers without values."""
+    return holds_objects(value) and any(map(is_number, value.flat))
 
 
 def _close(values: Iterable[Any], context: tuple[type, tuple[Any, ...]]) -> Any:

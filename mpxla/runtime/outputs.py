@@ -138,7 +138,8 @@ def build_outputs(
             found: dict[int, Any] = {}
             for leaf, microbatches, results in taken:
                 asked = [i for i, number in enumerate(microbatches) if number in wanted]
-                columns = [publish([result()[i] for i in asked]) for result in results]
+                fetched = [result() for result in results]
+                columns = [publish([tensors[i] for i in asked]) for tensors in fetched]
                 if isinstance(leaf.value, Recorded):
                     rows = zip(*columns, strict=True) if columns else [()] * len(asked)
                     values = [leaf.value.of(row, {}) for row in rows]

@@ -206,6 +206,8 @@ def _of_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 def _new_tensor(
     tensor: torch.Tensor, data: Any, dtype: torch.dtype | None = None, **named: Any
 ) -> torch.Tensor:
+    if holds_objects(data):
+        data = data.tolist()
     if not any(map(_has_no_value, tree_leaves(data))):
         return tensor.new_tensor(data, dtype=dtype, **named)
     return _stacked(data).to(dtype or tensor.dtype)

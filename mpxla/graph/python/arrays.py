@@ -113,7 +113,7 @@ class ArrayRead(Later):
     def __iter__(self) -> Iterator[Any]:
         if self._like is None:
             return iter(self.numbers("__iter__"))
-        return (self[i] for i in range(len(self)))
+        return (_called(operator.getitem, (self, i), {}) for i in range(len(self)))
 
     def __len__(self) -> int:
         return len(self.numbers("__len__") if self._like is None else self._like)
@@ -141,7 +141,7 @@ class ArrayRead(Later):
         return _called(partial(_method, "item"), (self, *place), {})
 
     def __str__(self) -> str:
-        return text_without_value("array", self, "")
+        return text_without_value("array", _called(str, (self,), {}), "")
 
     def __repr__(self) -> str:
         return NO_VALUE.format("array")
@@ -205,13 +205,21 @@ def _method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(value, name)(*args, **kwargs)
 
 
-def _operator(name: str, is_reflected: bool = False) -> Callable[..., ArrayRead]:
+def _operator(name: str, is_reflected: bool = False) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(operator, f"__{name}__")
 
-    def method(self: ArrayRead, *others: Any) -> ArrayRead:
-        return _called(function, (*others, self) if is_reflected else (self, *others), {})
+    def method(self: ArrayRead, *others: Any) -> Any:
+        args = (*others, self) if is_reflected else (self, *others)
+        if any(isinstance(other, torch.Tensor) for other in others):  # it makes tensors of both
+            return function(*(_as_operand(arg, name) for arg in args))
+        return _called(function, args, {})
 
     return method
+
+
+def _as_operand(value: Any, by: str) -> Any:
+    found = value.numbers(by) if is_array_read(value) else value
+    return torch.as_tensor(found) if isinstance(found, np.ndarray) else found
 
 
 def _needing(name: str) -> Callable[..., Any]:

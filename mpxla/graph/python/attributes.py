@@ -30,7 +30,7 @@ from mpxla.graph.python.number import is_number
 from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.python.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
 from mpxla.graph.python.reach import Outside
-from mpxla.graph.python.recorded import is_recordable
+from mpxla.graph.python.recorded import is_recordable, refuse_unrecordable
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -239,6 +239,8 @@ class AttributeLog:
                     self.recorded.add(place)
                 continue
             is_open = is_simple(before) or not self._is_read(place)
+            if _is_of_user(place[1]) and is_open:
+                refuse_unrecordable(self._name(place), last)
             if _is_of_user(place[1]) and is_open and is_recordable(last):
                 found.append((self._written_read(place), last))
         return found

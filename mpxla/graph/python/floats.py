@@ -91,7 +91,7 @@ def _float_of(number_of: Callable[[Any], Any]) -> type:
         def __call__(cls, *args: Any) -> Any:
             value = number_of(args[0]) if len(args) == 1 else None
             if isinstance(value, Later):
-                return type(value)(float, value)
+                return type(value)(as_float, value)
             if isinstance(value, torch.Tensor | np.ndarray):
                 value = value.item()
             number: Any = value

@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from mpxla.graph.containers import open_results
 from mpxla.graph.python.attributes import CONTAINERS, AttributeLog, is_simple
 from mpxla.graph.python.container_state import entry
 from mpxla.graph.python.number import Number, is_number, text_without_value
@@ -28,6 +29,7 @@ from mpxla.graph.python.recorded import (
     is_recordable,
     may_be_appended,
     parts_of,
+    refuse_unrecordable,
 )
 from mpxla.graph.user_code import AgainError
 
@@ -146,7 +148,7 @@ def numbers_left(
     left: list[LeftNumber] = []
     given: dict[str, RecordRead] = {}
     for one in found:
-        leaves = [*chain.from_iterable(map(parts_of, pytree.tree_leaves(one.value)))]
+        leaves = [*chain.from_iterable(map(parts_of, pytree.tree_leaves(open_results(one.value))))]
         numbers = [leaf for leaf in leaves if is_number(leaf)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if one.read.is_more and one.read.name in filled_once and not numbers:
@@ -182,6 +184,7 @@ def _in_container(
         if more is None:
             return []
         if more:
+            refuse_unrecordable(read.name, more)
             whole = Read(read.name, before, read.now, read.names)
             return [_of(whole, more, is_more=True)] if may_be_appended(more, with_tensors) else []
     found: list[LeftNumber] = []
@@ -193,8 +196,10 @@ def _in_container(
             raise _NewEntryError(now, key, make)
         if isinstance(value, CONTAINERS) and value is old:
             found += _in_container(part, held, counted, with_tensors)
-        elif value is not old and _is_plain(old) and is_recordable(value, with_tensors):
-            found.append(_of(part, value))
+        elif value is not old and _is_plain(old):
+            refuse_unrecordable(part.name, value)
+            if is_recordable(value, with_tensors):
+                found.append(_of(part, value))
     return found
 
 

@@ -241,11 +241,12 @@ def values_in(text: str) -> list[tuple[str, Any, str]]:
     return [(part, *found) for part, found in _texts.items() if part in text]
 
 
-def as_float(number: "NumberRead") -> "NumberRead":
-    """What `float()` would be."""
-    if number.tensor.is_floating_point():
-        return number
-    return _made(number.tensor.double(), float, number)
+def as_float(value: Any) -> Any:
+    """What `float()` would be, of a number without a value too."""
+    value = value.item() if holds_objects(value) else value
+    if not issubclass(type(value), NumberRead):
+        return float(value)
+    return value if value.tensor.is_floating_point() else _made(value.tensor.double(), float, value)
 
 
 @contextlib.contextmanager

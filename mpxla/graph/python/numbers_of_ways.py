@@ -138,7 +138,7 @@ def numbers_of_way(
             reads.append(DecidingRead(name, read.value, read.now, read.names, read.put))
             now = read.now()
             if read.put is not None and change("", read.value, plain(now, read.names)) is not None:
-                one = Recorded(name, now)
+                one = Recorded.of_value(name, now)
                 read.give(read.value)
         elif name in found and one is not None:
             one = read.numbered(found[name], one)

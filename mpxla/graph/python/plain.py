@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -38,6 +39,7 @@ __all__ = [
     "FUNCTIONS",
     "LARGE",
     "MISSING",
+    "PLAIN",
     "SIMPLE",
     "UNKNOWN",
     "Change",
@@ -66,10 +68,10 @@ class _Missing(Enum):
 
 MISSING = _Missing.MISSING
 """In the place of an attribute that is not there."""
-_PLAIN = (
+PLAIN = (
     *(*SIMPLE, complex, bytes, torch.dtype, torch.device, Enum),
     *(np.generic, *FUNCTIONS, type, types.ModuleType, range, slice, Decimal, Fraction),
-    *(datetime.date, datetime.time, datetime.timedelta, re.Pattern),
+    *(datetime.date, datetime.time, datetime.timedelta, re.Pattern, PurePath),
 )
 _THEMSELVES = (torch.Tensor, nn.Module, Later)
 _MAPPINGS = (types.MappingProxyType, ChainMap, UserDict, type(environment()))
@@ -181,7 +183,7 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
     def copied(value: Any) -> Any:
         nonlocal count
         count += 1
-        if isinstance(value, (*_PLAIN, *_THEMSELVES)):
+        if isinstance(value, (*PLAIN, *_THEMSELVES)):
             return value
         if isinstance(value, np.ndarray):
             return _content_of(value)
@@ -267,8 +269,8 @@ def slots_of(kind: type) -> tuple[str, ...]:
 def _is_flat(value: Any) -> bool:
     """Whether a value cannot change in place: it is plain, or a tuple of what is."""
     if type(value) is tuple:
-        return all(isinstance(part, _PLAIN) for part in cast(tuple[Any, ...], value))
-    return isinstance(value, _PLAIN)
+        return all(isinstance(part, PLAIN) for part in cast(tuple[Any, ...], value))
+    return isinstance(value, PLAIN)
 
 
 def refill(container: Any, content: Any) -> None:

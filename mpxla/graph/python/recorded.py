@@ -25,11 +25,21 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mpxla.errors import CaptureError
+from mpxla.graph.containers import holds_numbers, is_open, open_results
 from mpxla.graph.python.arrays import array_of
-from mpxla.graph.python.number import Later, NumberRead, holds_objects, is_number, values_in
-from mpxla.graph.python.plain import SIMPLE
+from mpxla.graph.python.number import Later, NumberRead, is_number, values_in
+from mpxla.graph.python.plain import PLAIN
 
-__all__ = ["Before", "Recorded", "Recording", "is_recordable", "may_be_appended", "parts_of"]
+__all__ = [
+    "Before",
+    "Recorded",
+    "Recording",
+    "is_recordable",
+    "may_be_appended",
+    "parts_of",
+    "refuse_unrecordable",
+]
 
 
 class Before(NumberRead):
@@ -72,40 +82,48 @@ class Recorded:
 
     Attributes:
         name: of the place.
-        value: plain data with terms in the places of numbers.
+        terms: plain data, and terms in the places of numbers.
+        structure: what holds these.
     """
 
     name: str
-    value: Any
+    terms: tuple[Any, ...]
+    structure: pytree.TreeSpec
+
+    @classmethod
+    def of_value(
+        cls, name: str, value: Any, term: Callable[[Any], Any] = lambda leaf: leaf
+    ) -> Self:
+        """`term` gives what is in the place of a leaf."""
+        leaves, structure = pytree.tree_flatten(open_results(value))
+        return cls(name, tuple(map(term, leaves)), structure)
 
     @classmethod
     def as_before(cls, name: str) -> Self:
         """What stays as it is."""
-        return cls(name, _Left(name))
+        return cls.of_value(name, _Left(name))
 
     @property
     def goes_on(self) -> bool:
         """Whether it depends on what was there before."""
-        return any(map(_has_left, pytree.tree_leaves(self.value)))
+        return any(map(_has_left, self.terms))
 
     @property
     def is_plain(self) -> bool:
         """Whether it has no numbers of the model."""
-        return all(_plain_of(leaf) is leaf for leaf in pytree.tree_leaves(self.value))
+        return all(_plain_of(term) is term for term in self.terms)
 
     @property
     def has_tensors(self) -> bool:
         """Whether tensors are among its results."""
-        return any(map(_has_tensor, pytree.tree_leaves(self.value)))
+        return any(map(_has_tensor, self.terms))
 
     def numbered(self, other: "Recorded", length: int, more: int) -> "Recorded":
         """Goes by the length of a list where another capture, with `more` in it, does.
 
         So does `log.append((len(log), loss.item()))`.
         """
-        own, structure = pytree.tree_flatten(self.value)
-        others, other_structure = pytree.tree_flatten(other.value)
-        if structure != other_structure:
+        if self.structure != other.structure:
             return other
 
         def term(one: Any, another: Any) -> Any:
@@ -113,12 +131,12 @@ class Recorded:
                 return another
             return _Computed(lambda held: len(held) + one - length, (_Left(self.name),))
 
-        return replace(self, value=pytree.tree_unflatten(map(term, own, others), structure))
+        return replace(self, terms=tuple(map(term, self.terms, other.terms)))
 
     def is_like(self, other: "Recorded") -> bool:
         """Whether the plain data beside the numbers is that of another capture."""
-        own, others = (map(_plain_of, pytree.tree_leaves(r.value)) for r in (self, other))
-        return list(own) == list(others)
+        own, others = ([*map(_comparable, recorded.terms)] for recorded in (self, other))
+        return own == others
 
     def of(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
         """The value.
@@ -134,9 +152,11 @@ class Recorded:
                 return found if term.is_tensor else found.item()
             if isinstance(term, _Left):
                 return left[term.name]
+            if isinstance(term, np.ndarray):
+                return term.copy()  # each time another one, as the step would make it
             return term.function(*map(value, term.terms)) if isinstance(term, _Computed) else term
 
-        return pytree.tree_map(value, self.value)
+        return pytree.tree_unflatten(map(value, self.terms), self.structure)
 
 
 class Recording:
@@ -150,7 +170,7 @@ class Recording:
         self._places: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []
         self.recorded = tuple(
-            Recorded(name, pytree.tree_map(self._term, value))
+            Recorded.of_value(name, value, self._term)
             for name, value in sorted((left or {}).items())
         )
 
@@ -164,9 +184,9 @@ class Recording:
 
         Texts with numbers and arrays; numbers by themselves, and tensors, are results.
         """
-        if is_number(leaf) or isinstance(leaf, torch.Tensor) or not _is_open(leaf):
+        if is_number(leaf) or isinstance(leaf, torch.Tensor) or not is_open(leaf):
             return leaf
-        made = Recorded("", self._term(leaf))
+        made = Recorded.of_value("", leaf, self._term)
         if made.goes_on:
             raise TypeError("the step function returns what is made when it has run")
         return made
@@ -178,7 +198,7 @@ class Recording:
             parts = values_in(value)
             filled = partial(_filled, value, [(part, spec) for part, _, spec in parts])
             return _Computed(filled, tuple(self._term(v) for _, v, _ in parts)) if parts else value
-        if _is_array_of_numbers(value):
+        if holds_numbers(value):
             made = partial(_array_of_numbers, value.shape)
             return _Computed(made, tuple(map(self._term, value.flat)))
         if isinstance(value, Later):
@@ -209,7 +229,7 @@ def parts_of(leaf: Any) -> Iterator[Any]:
         parts = [value for _, value, _ in values_in(leaf)]
     elif isinstance(leaf, Later):
         parts = leaf.made_by[1]
-    elif _is_array_of_numbers(leaf):
+    elif holds_numbers(leaf):
         parts = [*leaf.flat]
     for part in parts:
         yield from parts_of(part)
@@ -219,19 +239,11 @@ def parts_of(leaf: Any) -> Iterator[Any]:
 
 def is_recordable(value: Any, with_tensors: bool = False) -> bool:
     """Whether it is plain data with numbers of the model in it, or with its tensors."""
-    leaves = pytree.tree_leaves(value)
-    return any(map(_is_open, leaves)) and may_be_appended(value, with_tensors)
+    return may_be_appended(value, with_tensors) and any(map(is_open, _leaves(value)))
 
 
-def _is_open(leaf: Any) -> bool:
-    if isinstance(leaf, str):
-        return bool(values_in(leaf))
-    is_one = is_number(leaf) or isinstance(leaf, (FakeTensor, Later))
-    return is_one or _is_array_of_numbers(leaf)
-
-
-def _is_array_of_numbers(value: Any) -> bool:
-    return holds_objects(value) and any(map(is_number, value.flat))
+def _leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(open_results(value))
 
 
 def _array_of_numbers(shape: tuple[int, ...], *values: Any) -> np.ndarray:
@@ -247,12 +259,26 @@ def _filled(text: str, parts: Sequence[tuple[str, str]], *values: Any) -> str:
 
 def may_be_appended(value: Any, with_tensors: bool = False) -> bool:
     """Whether it is plain data, with numbers (or tensors) of the model or without."""
-    return all(
-        isinstance(leaf, (*SIMPLE, Later))
-        or _is_array_of_numbers(leaf)
-        or (with_tensors and isinstance(leaf, FakeTensor) and leaf.numel() <= _LARGEST)
-        for leaf in pytree.tree_leaves(value)
-    )
+    return all(_may_be_appended(leaf, with_tensors) for leaf in _leaves(value))
+
+
+def _may_be_appended(leaf: Any, with_tensors: bool) -> bool:
+    if isinstance(leaf, FakeTensor):
+        return with_tensors and leaf.numel() <= _LARGEST
+    return isinstance(leaf, (*PLAIN, np.ndarray)) or is_open(leaf)
+
+
+def refuse_unrecordable(name: str, value: Any) -> None:
+    """Raises CaptureError where numbers are left in a place beside what is no plain data."""
+    leaves = _leaves(value)
+    others = [leaf for leaf in leaves if not _may_be_appended(leaf, with_tensors=True)]
+    if others and any(is_open(leaf) and not isinstance(leaf, FakeTensor) for leaf in leaves):
+        raise CaptureError(
+            f"The step function leaves what the model has computed in {name}, beside an object of "
+            f"type {type(others[0]).__name__}. It has no value while a step is captured, and comes "
+            f"there when the step has run, with plain data only. Leave the object out, or return "
+            f"the number and put both there after the step call."
+        )
 
 
 _LARGEST = 65_536
@@ -261,6 +287,10 @@ _LARGEST = 65_536
 
 def _plain_of(term: Any) -> Any:
     return None if isinstance(term, (_Result, _Left, _Computed)) else term
+
+
+def _comparable(term: Any) -> Any:
+    return term.tolist() if isinstance(term, np.ndarray) else _plain_of(term)
 
 
 def _has_left(term: Any) -> bool:
