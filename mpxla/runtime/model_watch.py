@@ -39,6 +39,7 @@ class ModelView:
         modes: digest of the modules' train/eval flags, and of whether they are checkpointed.
         trainable: digest of the `requires_grad` flags of the parameters.
         modules: all modules.
+        kinds: their classes, which scripts may assign.
         parameters: all parameters, module by module.
         hooks: (module's index, kind, number of the function) of everything that runs around or in
             place of a `forward` or its backward; index -1 for hooks on all modules, and for those
@@ -51,6 +52,7 @@ class ModelView:
     modes: str
     trainable: str
     modules: Sequence[nn.Module]
+    kinds: Sequence[type]
     parameters: Sequence[Any]
     hooks: tuple[tuple[int, str, int], ...]
     buffers: tuple[tuple[int, str], ...] = ()
@@ -66,6 +68,10 @@ class ModelView:
         """What has changed since this view was taken, apart from the flags; None if nothing has."""
         if not _are_same(self.modules, now.modules):
             return f"{self._first_module(now)} was replaced, added or removed"
+        if not _are_same(self.kinds, now.kinds):
+            pairs = zip(self.modules, self.kinds, now.kinds, strict=True)
+            module = next(module for module, before, after in pairs if before is not after)
+            return f"the class of {self._path(module)} changed"
         if not _are_same(self.parameters, now.parameters):
             return "a parameter of the model was replaced"
         if self.buffers != now.buffers:
@@ -129,10 +135,11 @@ class ModelWatch:
                 if getattr(parameter, kind, None):
                     numbers = map(self._number, hooks_of(parameter, kind))
                     hooks += [(-1, f"{kind} {place}", number) for number in numbers]
+        kinds = [*map(type, modules)]
         buffers = tuple(
             (i, name) for i, module in enumerate(modules) for name in held_names(module)
         )
-        return ModelView(modes, trainable, modules, parameters, tuple(hooks), buffers)
+        return ModelView(modes, trainable, modules, kinds, parameters, tuple(hooks), buffers)
 
     def keep(self, views: Sequence[ModelView]) -> None:
         """Forgets all functions that none of these views has."""

@@ -77,6 +77,8 @@ class AttributeLog:
         written: the user's line of the first write, and the value of the last one, of tensors
             whether they are constants.
         inherited: reads of attributes of classes.
+        methods: those of classes that were read, as reads of attributes in their places: an object
+            may get a function of its own under that name.
         before: values at the first write.
         containers: lists and dictionaries that were read, which the step may fill.
         forms: of the tensors that it has given attributes.
@@ -91,6 +93,7 @@ class AttributeLog:
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
     inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
+    methods: dict[tuple[int, str], Read] = field(default_factory=dict)
     before: dict[tuple[int, str], Any] = field(default_factory=dict)
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
@@ -127,10 +130,11 @@ class AttributeLog:
             return
         # Not by `getattr`: descriptors run code, which an enumeration's may do without an end.
         static = next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), MISSING)
-        if isinstance(value, FUNCTIONS) or static is not value:
-            return  # a method, or what a property has computed
-
         held = self.held[id(owner)]
+        if isinstance(value, FUNCTIONS) or static is not value:  # or what a property has computed
+            if static is not MISSING and not hasattr(type(static), "__set__"):
+                self.methods[place] = Read(name, MISSING, held.reader(key))
+            return
 
         def now() -> Any:
             own = held.get(key)
@@ -156,6 +160,7 @@ class AttributeLog:
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
+        found += [read for place, read in self.methods.items() if place not in self.written]
         for place, value in self.first.items():
             line, last = self.written.get(place, ("", None))
             if last is _COMPUTED and not (self._is_carried(place) or place in self.recorded):

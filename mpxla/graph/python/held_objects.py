@@ -92,7 +92,7 @@ class ObjectRead(Read):
         first, *others = self.now()
         kinds = [type(value) for value in (first, *others)]
         if all(other is first for other in others):
-            if first is self.held.value:
+            if first is self.held.value and kinds[0] is self.value:
                 return None
             if type(first) is self.value and has_attributes(first):
                 self.held.value = first
