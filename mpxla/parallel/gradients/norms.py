@@ -67,7 +67,8 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; use a positive order, or float('inf').")
     norms = models.gradient_norm
-    strangers = norms.strangers(given)
+    # Layers that were put into a model since its last step have no gradients: nothing to count.
+    strangers = [parameter for parameter in norms.strangers(given) if parameter.grad is not None]
     if strangers:
         raise MpxlaError(
             f"{len(strangers)} of the {len(given)} parameters to clip are not the distributed "

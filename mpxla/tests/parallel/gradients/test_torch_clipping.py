@@ -38,6 +38,8 @@ def clip_in_other_ways(config):
     found["local"] = clip_grad_norm_(model.local_parameters(), 1e9).item()
     found["group"] = clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9).item()
     found["one"] = clip_grad_norm_(model.module.middle.weight, 1e9).item()
+    new = nn.Linear(2, 2)  # a head that replaces another one, say, before the next step
+    found["new"] = clip_grad_norm_([*model.parameters(), *new.parameters()], 1e9).item()
     found["none"] = nn.utils.clip_grad_norm_([], 1.0).item()
     try:
         clip_grad_norm_([*other.parameters(), *model.parameters()], 1.0)
@@ -82,7 +84,7 @@ def test_torchs_functions_see_what_belongs_to_the_model(world_size, config):
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     for found, state in run_ranks(clip_in_other_ways, world_size, config):
         assert found["other"] == pytest.approx(math.sqrt(6.0))
-        for key in ("local", "group"):
+        for key in ("local", "group", "new"):
             assert found[key] == pytest.approx(norm, rel=1e-5), key
         assert found["one"] == pytest.approx(middle, rel=1e-5)
         assert found["none"] == 0.0
