@@ -88,7 +88,8 @@ def whole_values(model: "PartitionedModule", session: Session, what: str) -> dic
     tensors: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     values = {name: tensor.detach() for name, tensor in tensors.items()}
     if model.partitioned:
-        held = (state.local_names or frozenset()) - state.parts.keys()
+        # Of what was put into the model since its last step, all ranks have values.
+        held = {name for name in values.keys() - state.parts.keys() if state.holds(name)}
         own = {
             name: value
             for name, value in values.items()

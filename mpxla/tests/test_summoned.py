@@ -224,6 +224,34 @@ def test_replicas_keep_buffers_of_their_own():
     assert first[0] == first[1] and second[0] == second[1] and first != second
 
 
+def grown(config):
+    model, train = wrapped(config)
+    train(0)
+    torch.manual_seed(1)
+    model.module.last = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
+    with model.summon_full_params() as module:
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        with torch.no_grad():
+            for parameter in module.last.parameters():
+                parameter += 0.5
+    between = host(model.state_dict().items())
+    train(1)  # the optimizer does not have them
+    return before, between, host(model.state_dict().items())
+
+
+@pytest.mark.parametrize("config", [STAGES, SHARED], ids=["stages", "shared"])
+def test_layers_that_were_put_into_the_model_since_its_last_step(config):
+    torch.manual_seed(1)
+    head = nn.Linear(16, 4)
+    for before, *states in run_ranks(grown, 2, config):
+        torch.testing.assert_close(before["last.0.weight"], head.weight.detach())
+        torch.testing.assert_close(before["last.1.running_mean"], torch.zeros(4))
+        for state in states:
+            torch.testing.assert_close(state["last.0.weight"], head.weight.detach() + 0.5)
+            torch.testing.assert_close(state["last.1.weight"], torch.full((4,), 1.5))
+        torch.testing.assert_close(states[0]["first.weight"], before["first.weight"])
+
+
 def with_computed_weights():
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(8, 16), torch.nn.utils.weight_norm(nn.Linear(16, 4)))
