@@ -28,7 +28,7 @@ from mpxla.parallel.gradients.rounds import Rounds
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.store import ParameterStore
-from mpxla.parallel.updates.optimizer_state import parameters_of
+from mpxla.parallel.updates.groups import parameters_of
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.plans.cut import CutStep

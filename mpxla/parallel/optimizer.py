@@ -22,12 +22,13 @@ from mpxla.parallel.gradients.loss_scale import LossScale
 from mpxla.parallel.gradients.norms import clip_grad_norm_
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.replica import equalize_beside
-from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gone_of, merge_optimizer_states, numbered
 from mpxla.parallel.updates.carrier import take_along
 from mpxla.parallel.updates.closures import Closure, ClosureSteps
 from mpxla.parallel.updates.companions import tensors_beside
 from mpxla.parallel.updates.elementwise import check_elementwise, is_elementwise, mixes_parameters
-from mpxla.parallel.updates.optimizer_state import Numbers, OptimizerState, parameters_of
+from mpxla.parallel.updates.groups import parameters_of
+from mpxla.parallel.updates.optimizer_state import Numbers, OptimizerState
 from mpxla.parallel.updates.others import ParametersOfOthers, keeps_more_than_state
 from mpxla.parallel.updates.pieces import SHARD_KEY, join_shards, published
 from mpxla.parallel.updates.rounding import UpdateRounding
@@ -207,10 +208,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Parameter groups of the inner optimizer, holding this rank's parameters."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # type: ignore[override]
+        self.optimizer.param_groups = groups
+
     @property
     def state(self) -> Any:  # type: ignore[override]
         """Optimizer state of this rank's parameters."""
         return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # type: ignore[override]
+        self.optimizer.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -402,7 +411,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 full["state"] = self.contents.with_whole_tensors(
                     full["state"], lambda parts: objects.allgather(parts, sharing)
                 )
-        return self.contents.with_numbers(full)
+            self.contents.groups.forget(gone_of(parts))
+        return self.contents.with_numbers(numbered(full))
 
     def save_optimizer_backcompat(self, f: str, gather_if_shard: bool = True) -> None:
         """Saves as `smp.save(optimizer.local_state_dict(), f)` does; all ranks call it.
@@ -446,7 +456,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if is_divided:
                     state_dict = self._join(state_dict)
                 parts = session.state_objects.allgather(dict(state_dict), group)
-            state_dict = merge_optimizer_states(parts)
+            state_dict = numbered(merge_optimizer_states(parts))
         self.contents.check_groups(state_dict)
         self.contents.load_numbers(given)
         if self.is_placed:
@@ -477,10 +487,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _notice_groups(self) -> None:
         """Takes in masters and groups that were added since, perhaps to the inner optimizer."""
+        has_more = self.contents.notice_groups()
         for model in self._models:
             if self._pieces.is_behind(model.store):  # a parameter was thawed
                 self._pieces.exchange(model.store)
-        if not self.contents.notice_groups():
+        self.contents.groups.remember()
+        if not has_more:
             return
         for model in self._session_models.of_optimizer(self.optimizer):
             if model not in self._models:
@@ -526,6 +538,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._pieces.num_held,
                 self._where_gradients_are(),
             )
+        self.contents.groups.remember()
         if self.is_placed:
             before, self._unplaced = self._unplaced, None
             take_along(self._session, self.optimizer, before, states, self._pieces.heir)

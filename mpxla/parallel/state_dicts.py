@@ -5,7 +5,7 @@ the plain single-process model or optimizer would give. Values are host tensors.
 (SMP API reference, `state_dict`, `local_state_dict`, `load_state_dict`.)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from mpxla.log import warn_once
 from mpxla.nn.shards import Shard
 
 __all__ = [
+    "GONE_KEY",
     "HELD_KEY",
     "ORDER_KEY",
     "PARTIAL_KEY",
@@ -27,7 +28,9 @@ __all__ = [
     "check_order",
     "gather_full",
     "gather_on_first",
+    "gone_of",
     "merge_optimizer_states",
+    "numbered",
     "pick_optimizer_state",
     "to_host",
 ]
@@ -35,6 +38,9 @@ __all__ = [
 PARTIAL_KEY = "_smp_is_partial"
 HELD_KEY = "_mpxla_held"
 """In a partial optimizer state: positions of the parameters that the rank updates."""
+GONE_KEY = "_mpxla_gone"
+"""In a partial optimizer state: positions of parameters that the script has taken out of the groups
+of this rank."""
 ORDER_KEY = "_mpxla_order"
 """In a partial optimizer state: names of all parameters of the optimizer, by position; None where
 no model has it."""
@@ -149,7 +155,8 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     state: dict[int, Any] = {}
     for part in parts:
         state.update(part["state"])
-    groups = [dict(group) for group in parts[0]["param_groups"]]
+    gone = gone_of(parts)
+    groups = [_without(group, gone) for group in parts[0]["param_groups"]]
     held = {position for part in parts for position in part.get(HELD_KEY, ())}
     missing = [p for group in groups for p in group["params"] if p not in held]
     if missing and all(HELD_KEY in part for part in parts):
@@ -158,9 +165,42 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
             f"{len(missing)} parameters of the optimizer (positions {missing[:5]}...). Give every "
             f"rank the state that it saved, under as many ranks as then."
         )
-    own = ("state", "param_groups", PARTIAL_KEY, HELD_KEY, ORDER_KEY)
+    own = ("state", "param_groups", PARTIAL_KEY, HELD_KEY, GONE_KEY, ORDER_KEY)
     rest = {key: value for key, value in parts[0].items() if key not in own}
     return {**rest, "state": by_position(state), "param_groups": groups}
+
+
+def gone_of(parts: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Positions that scripts have taken out of the groups of all ranks that had them."""
+    gone = {position for part in parts for position in part.get(GONE_KEY, ())}
+    return gone - {position for part in parts for position in part.get(HELD_KEY, ())}
+
+
+def _without(group: Mapping[str, Any], gone: Set[int]) -> dict[str, Any]:
+    """A param group without some positions."""
+    params = group["params"]
+    named = {
+        key: [name for name, p in zip(group[key], params, strict=True) if p not in gone]
+        for key in ("param_names",)
+        if key in group
+    }
+    return {**group, **named, "params": [p for p in params if p not in gone]}
+
+
+def numbered(full: Mapping[str, Any]) -> dict[str, Any]:
+    """A merged state whose numbers count what is in the groups now, as torch's do."""
+    places = [position for group in full["param_groups"] for position in group["params"]]
+    numbers = {position: number for number, position in enumerate(places)}
+    state = {
+        numbers.get(key, key): value
+        for key, value in full["state"].items()
+        if key in numbers or not isinstance(key, int)
+    }
+    groups = [
+        {**group, "params": [numbers[position] for position in group["params"]]}
+        for group in full["param_groups"]
+    ]
+    return {**full, "state": by_position(state), "param_groups": groups}
 
 
 def check_order(parts: Sequence[Mapping[str, Any]]) -> None:

@@ -152,10 +152,10 @@ class GradientNorm:
         return bool(self._placed) and (self.has_copies or len(self._replica) > 1)
 
     def is_too_early(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether no model is placed, or parameters are of one that is not."""
+        """Whether no model is placed, or gradients are of one that is not."""
         states = [reducer.replica.state for reducer in self._reducers]
         waiting = {id(p) for s in states if not s.is_placed for p in s.parameters.values()}
-        return not self._placed or any(id(p) in waiting for p in parameters)
+        return not self._placed or any(id(p) in waiting and p.grad is not None for p in parameters)
 
     @property
     def is_divided(self) -> bool:

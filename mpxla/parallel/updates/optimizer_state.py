@@ -18,9 +18,11 @@ from torch import nn
 
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
+from mpxla.log import warn_once
 from mpxla.nn.shards import Shard
 from mpxla.parallel.gradients.loss_scale import LossScale
 from mpxla.parallel.state_dicts import (
+    GONE_KEY,
     HELD_KEY,
     ORDER_KEY,
     PARTIAL_KEY,
@@ -28,6 +30,7 @@ from mpxla.parallel.state_dicts import (
     pick_optimizer_state,
     to_host,
 )
+from mpxla.parallel.updates.groups import Groups, parameters_of
 from mpxla.parallel.updates.nested_state import flattened, mapped, restored
 from mpxla.parallel.updates.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.updates.python import state_of_no_parameter
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from mpxla.checkpoint.shards import ShardReader
     from mpxla.parallel.model import DistributedModel
 
-__all__ = ["MASTER_KEY", "Numbers", "OptimizerState", "parameters_of"]
+__all__ = ["MASTER_KEY", "Numbers", "OptimizerState"]
 
 _NUMBERS = ("loss_scale", "stochastic_rounding")
 """Names of what is saved for an optimizer as a whole, also as keys of its state dict."""
@@ -65,9 +68,9 @@ class OptimizerState:
     Attributes:
         optimizer: the inner one, made with all parameters.
         models: whose parameters it holds; may become more.
+        groups: what is in its groups.
         positions: in the plain optimizer, of all that is or was in the groups, by its id.
         pieces: the update copies that it holds in the place of parameters.
-        group_sizes: parameters in every group of the plain optimizer.
     """
 
     def __init__(
@@ -81,22 +84,40 @@ class OptimizerState:
         self.optimizer = optimizer
         self.models = models
         self._backend = backend
-        self.positions = {id(p): position for position, p in enumerate(parameters_of(optimizer))}
-        self.group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._param_names = [_names_in(group) for group in optimizer.param_groups]
+        self.groups = Groups(optimizer)
+        self.positions = self.groups.positions
+        named = (group for group in optimizer.param_groups if "param_names" in group)
+        self._param_names = {
+            self.positions[id(p)]: name
+            for group in named
+            for p, name in zip(group["params"], group["param_names"], strict=True)
+        }
         self.pieces = OptimizerPieces(optimizer, self.positions)
         self._saved_rest: dict[str, Any] = {}  # of a checkpoint whose entries are loaded later
 
+    @property
+    def group_sizes(self) -> list[int]:
+        """Parameters in every group of the plain optimizer."""
+        return list(map(len, self.groups.orders))
+
     def notice_groups(self) -> bool:
-        """Takes in groups that were added since; whether there are some."""
-        new = self.optimizer.param_groups[len(self.group_sizes) :]
-        for group in new:
-            first = sum(self.group_sizes)
-            for position, parameter in enumerate(group["params"], first):
-                self.positions[id(parameter)] = position
-            self.group_sizes.append(len(group["params"]))
-            self._param_names.append(_names_in(group))
-        return bool(new)
+        """Takes in what scripts have changed of the groups; whether these have got parameters."""
+        has_more = self.groups.notice()
+        if copies := self.groups.taken & self.pieces.positions_of_copies:
+            first = self._names()[min(copies)]
+            warn_once(
+                "copies taken out of param groups",
+                f"{len(copies)} parameters were taken out of a group of optimizer.param_groups, "
+                f"{first} among them, and are not updated any more. What the groups hold are "
+                f"masters or parts of the model's parameters, which are none of "
+                f"model.parameters(): if the script has compared these, it has taken out all. Make "
+                f"a new optimizer of those that remain.",
+            )
+        for group in self.optimizer.param_groups:
+            if len(names := group.get("param_names", ())) == len(group["params"]):
+                places = (self.positions[id(p)] for p in group["params"])
+                self._param_names.update(zip(places, names, strict=True))
+        return has_more
 
     # --- by position ----------------------------------------------------------------------------
 
@@ -124,6 +145,8 @@ class OptimizerState:
     def of_rank(self, is_divided: bool) -> dict[str, Any]:
         """The state of what this rank updates, on the host: of ranges of pieces, if divided."""
         self.pieces.renew()
+        self.groups.notice()
+        self.groups.remember()
         inner, inner_groups, rest = self._inner()
         held = parameters_of(self.optimizer)
         local = [self.positions[id(p)] for p in held]
@@ -131,12 +154,10 @@ class OptimizerState:
         for position, parameter in zip(local, held, strict=True):
             if self.pieces.is_wide(parameter):
                 state[position] = {**state.get(position, {}), MASTER_KEY: parameter}
-        groups, first = [], 0
-        for group, size, names in zip(
-            inner_groups, self.group_sizes, self._param_names, strict=True
-        ):
-            groups.append({**group, **names, "params": list(range(first, first + size))})
-            first += size
+        groups = [
+            {**group, **self._names_in(group, order), "params": list(order)}
+            for group, order in zip(inner_groups, self.groups.orders, strict=True)
+        ]
         values, rest = to_host(state, self._backend), to_host(rest, self._backend)
         partial = {
             **rest,
@@ -144,9 +165,15 @@ class OptimizerState:
             "param_groups": groups,
             PARTIAL_KEY: True,
             HELD_KEY: local,
+            GONE_KEY: sorted(self.groups.gone),
             ORDER_KEY: [name for _, name in sorted(self._known_names().items())],
         }
         return {**partial, SHARD_KEY: self.pieces.ranges()} if is_divided else partial
+
+    def _names_in(self, group: Mapping[str, Any], order: Sequence[int]) -> dict[str, list[str]]:
+        """The names that torch keeps of a group's parameters, if they were given with names."""
+        names = [self._param_names[position] for position in order if position in self._param_names]
+        return {"param_names": names} if "param_names" in group and len(names) == len(order) else {}
 
     def check_groups(self, state_dict: Mapping[str, Any]) -> None:
         """Checks that a state dict has these param groups.
@@ -186,6 +213,8 @@ class OptimizerState:
 
         Of parameters that are split, it may have this rank's parts.
         """
+        if HELD_KEY not in full:  # the partial state of a replica counts by position
+            full = self.groups.by_position(full)
         full = {**full, "state": self._taken(full["state"])}
         masters = {
             position: entry[MASTER_KEY]
@@ -239,6 +268,7 @@ class OptimizerState:
         }
         rest = {k: v for k, v in full.items() if k not in ("state", "param_groups")}
         self.optimizer.load_state_dict({**rest, **picked})
+        self.groups.remember()
 
     def _load_masters(self, find: Callable[[int], torch.Tensor | None]) -> None:
         """Masters take values that were saved, see `ParameterStore.load_masters`.
@@ -376,11 +406,13 @@ class OptimizerState:
 
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
-        names = iter(self._names().values())
+        self.groups.notice()
+        self.groups.remember()
+        names = self._names()
         settings = [
             to_host({k: v for k, v in group.items() if k not in _OF_RANK}, self._backend)
-            | {"params": [next(names) for _ in range(size)]}
-            for group, size in zip(self.optimizer.param_groups, self.group_sizes, strict=True)
+            | {"params": [names[position] for position in order]}
+            for group, order in zip(self.optimizer.param_groups, self.groups.orders, strict=True)
         ]
         settings[0].update({f"{_PREFIX}{k}": v.state_dict() for k, v in self._numbers.items()})
         if kept := state_of_no_parameter(self.optimizer):
@@ -415,20 +447,10 @@ class OptimizerState:
                 numbers.load_state_dict(first[f"{_PREFIX}{name}"])
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """What an optimizer holds, in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _part_of(shard: Shard, value: Any) -> Any:
     """This rank's part of a whole tensor; other values as they are."""
     is_whole = isinstance(value, torch.Tensor) and tuple(value.shape) == shard.whole
     return shard.take(value) if is_whole else value
-
-
-def _names_in(group: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The names that torch keeps of a group's parameters, if they were given with names."""
-    return {"param_names": list(group["param_names"])} if "param_names" in group else {}
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,7 +17,8 @@ from torch import nn
 from mpxla.parallel.models import Models
 from mpxla.parallel.state_dicts import to_host
 from mpxla.parallel.updates.companions import optimizers_within, tensors_beside
-from mpxla.parallel.updates.optimizer_state import OptimizerState, parameters_of
+from mpxla.parallel.updates.groups import parameters_of
+from mpxla.parallel.updates.optimizer_state import OptimizerState
 from mpxla.session import Session
 
 __all__ = ["ParametersOfOthers", "keeps_more_than_state"]
@@ -126,14 +127,12 @@ class ParametersOfOthers:
     def _enter(self) -> None:
         groups, positions = self._optimizer.param_groups, self._contents.positions
         self._own = [list(group["params"]) for group in groups]
-        stop = 0
-        for number, (own, size) in enumerate(
-            zip(self._own, self._contents.group_sizes, strict=True)
+        for number, (own, order) in enumerate(
+            zip(self._own, self._contents.groups.orders, strict=True)
         ):
-            start, stop = stop, stop + size
             held = {positions[id(p)]: p for p in own}
-            held |= {at: p for at, p in self._copies.items() if start <= at < stop}
-            self._show(number, [held[position] for position in sorted(held)])
+            held |= {at: self._copies[at] for at in order if at in self._copies}
+            self._show(number, [held[at] for at in order if at in held])
         for number, optimizer in enumerate(optimizers_within(self._optimizer)):
             tables = _tables(optimizer)
             for position, states in self._states.items():

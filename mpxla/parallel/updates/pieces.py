@@ -15,7 +15,7 @@ from torch import nn
 
 from mpxla.errors import CheckpointError, MpxlaError
 from mpxla.log import warn_once
-from mpxla.parallel.state_dicts import HELD_KEY, by_position, check_order
+from mpxla.parallel.state_dicts import GONE_KEY, HELD_KEY, by_position, check_order, gone_of
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.updates.copy import Range, UpdateCopy
 from mpxla.parallel.updates.nested_state import flattened, mapped, restored
@@ -51,6 +51,12 @@ class OptimizerPieces:
     def num_held(self) -> int:
         """How many parameters of the model have copies, or pieces, that the optimizer updates."""
         return sum(map(len, self._names.values()))
+
+    @property
+    def positions_of_copies(self) -> set[int]:
+        """Positions of parameters in whose places there are copies of this rank."""
+        copies = (copy for copy in self._exchanged.values() if copy is not None)
+        return {self._positions[id(copy.parameter)] for copy in copies}
 
     def is_behind(self, store: ParameterStore) -> bool:
         """Whether a store has update copies that came after the last `exchange`."""
@@ -282,6 +288,7 @@ def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rest = {key: value for key, value in parts[0].items() if key != SHARD_KEY}
     if all(HELD_KEY in part for part in parts):
         rest[HELD_KEY] = sorted({position for part in parts for position in part[HELD_KEY]})
+        rest[GONE_KEY] = sorted(gone_of(parts))
     return {**rest, "state": join_states(states)}
 
 
