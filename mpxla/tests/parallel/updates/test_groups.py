@@ -143,4 +143,4 @@ def take_all_out():
 @pytest.mark.slow
 def test_taking_parts_out_is_told():
     for (line,) in run_ranks(take_all_out, 2):
-        assert "6 parameters" in line and "none of model.parameters()" in line
+        assert "none of model.parameters()" in line
