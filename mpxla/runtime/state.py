@@ -26,6 +26,7 @@ from mpxla.graph.capture.hooks import refuse_gradient_hooks
 from mpxla.graph.capture.own_parameters import Former, memory
 from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, may_decide, set_by_users
 from mpxla.runtime.divided import DividedParameter
+from mpxla.runtime.shared_memory import warn_of_shared_memory
 from mpxla.runtime.valueless import AbsentParameter, without_values
 from mpxla.stage.flat import FlatShard
 
@@ -279,6 +280,8 @@ class ModelState:
                 gradient.
         """
         refuse_gradient_hooks(self.module)
+        if self.waiting:
+            warn_of_shared_memory(self.parameters)
         _release_parameters(self.module)
         local = self.local_names = (self.local_names or frozenset()) | frozenset(local_names)
         parameters = {n: p for n, p in self.parameters.items() if n not in self._placed}

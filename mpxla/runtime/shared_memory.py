@@ -1,0 +1,42 @@
+"""Parameters that share memory without being one: `decoder.weight.data = encoder.weight.data`.
+
+On a host, PyTorch's updates of each change the other. On a device they have memory of their own, as
+after `module.to("cuda")`, and so they have in a distributed model: a warning says so.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import pairwise
+
+from torch import nn
+
+from mpxla.log import warn_once
+
+__all__ = ["warn_of_shared_memory"]
+
+
+def warn_of_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Names parameters of the host, each by its name, that share memory with others."""
+    held: defaultdict[int, list[tuple[int, int, str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        if parameter.device.type == "cpu" and parameter.numel():
+            first = parameter.storage_offset() * parameter.element_size()
+            steps = zip(parameter.shape, parameter.stride(), strict=True)
+            length = 1 + sum((size - 1) * stride for size, stride in steps)
+            last = first + length * parameter.element_size()
+            storage = parameter.untyped_storage().data_ptr()
+            held[storage].append((first, last, name, parameter))
+    for places in held.values():
+        places.sort(key=lambda place: place[:2])
+        for (first, last, one, a), (start, _, other, b) in pairwise(places):
+            # Columns of one matrix lie between each other, and share nothing.
+            is_certain = start == first or (a.is_contiguous() and b.is_contiguous())
+            if start < last and is_certain:
+                warn_once(
+                    f"memory of {one} and {other}",
+                    f"the parameters {one} and {other} share memory, and are two parameters all "
+                    f"the same, as after {other}.data = {one}.data or nn.Parameter({one}.data). "
+                    f"From the first step on each has memory of its own, as after "
+                    f"module.to(device), and they are trained separately. To tie them, let both "
+                    f"be one parameter: {other} = {one}.",
+                )
