@@ -113,6 +113,7 @@ def norms_of_two():
     first, second = Tied(), nn.Linear(6, 2)
     smp.set_partition(first.middle, 1)
     models = smp.DistributedModel(first), smp.DistributedModel(second)
+    unused = smp.DistributedModel(nn.Linear(3, 3))  # until a later step
 
     @smp.step
     def step(first, second, x):
@@ -123,6 +124,8 @@ def norms_of_two():
     given = [[p.grad for p in model.parameters() if p.grad is not None] for model in models]
     with logged() as lines:
         found = [get_total_norm(grads).item() for grads in (*given, [*given[0], *given[1]])]
+        every = [parameter for model in (*models, unused) for parameter in model.parameters()]
+        found.append(clip_grad_norm_(every, 1e9).item())
     return found, [len(grads) for grads in given], lines
 
 
@@ -134,7 +137,7 @@ def test_norms_of_several_models():
     results = run_ranks(norms_of_two, 2)
     assert [counts[1] for _, counts, _ in results] == [2, 0]
     for found, _, lines in results:
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx([*expected, expected[-1]], rel=1e-5)
         assert lines == []
 
 
