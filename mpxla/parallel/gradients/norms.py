@@ -152,10 +152,12 @@ class GradientNorm:
         return bool(self._placed) and (self.has_copies or len(self._replica) > 1)
 
     def is_too_early(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether no model is placed, or gradients are of one that is not."""
+        """Whether all are of models that are not placed, or gradients of some."""
         states = [reducer.replica.state for reducer in self._reducers]
         waiting = {id(p) for s in states if not s.is_placed for p in s.parameters.values()}
-        return not self._placed or any(id(p) in waiting and p.grad is not None for p in parameters)
+        early = [p for p in parameters if id(p) in waiting]
+        is_nothing_else = bool(early) and len(early) == len(parameters)
+        return not self._placed or is_nothing_else or any(p.grad is not None for p in early)
 
     @property
     def is_divided(self) -> bool:
