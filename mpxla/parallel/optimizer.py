@@ -271,6 +271,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._are_divided:
             self._session_models.tell_of_update(f"optimizer.step() of {self.kind}")
         self._notice_groups()
+        if any(model.partitioned for model in self._models):
+            self._load_deferred()  # of models that no step has used yet, too
         self._pieces.tell_of_writes()
         self._pieces.collect_gradients()
         if self._scale is not None:
@@ -543,7 +545,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             before, self._unplaced = self._unplaced, None
             take_along(self._session, self.optimizer, before, states, self._pieces.heir)
             self._agree_on_seed()
-        if self._deferred is not None and self.is_placed:
+        if self.is_placed:
+            self._load_deferred()
+
+    def _load_deferred(self) -> None:
+        if self._deferred is not None:
             deferred, self._deferred = self._deferred, None
             self.contents.load(self.contents.with_settings(deferred))
 
