@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import mpxla as smp
 from mpxla.tests.ranks.run import run_ranks
@@ -78,6 +79,34 @@ def shared_memory(model, y):
     return torch.tanh(y * row + model.first.bias)
 
 
+def set_to_another(model, y):
+    """By a method that torch's function modes do not see."""
+    with torch.no_grad():
+        model.last.bias.set_(y.mean(0).detach())
+        model.shift.set_(model.shift + 1)
+    return y + model.shift * model.first.bias
+
+
+class Shifted(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, weight):
+        return weight + self.by
+
+
+def parametrized_for_a_while(model, y):
+    """As adapters of parameters do it in every forward; torch sets the parameter to itself."""
+    delta = model.first.weight * 0.5
+    parametrize.register_parametrization(model.last, "weight", Shifted(delta))
+    try:
+        with parametrize.cached():
+            return y + model.last(y)
+    finally:
+        parametrize.remove_parametrizations(model.last, "weight", leave_parametrized=False)
+
+
 FUNCTIONS = [
     under_no_grad,
     to_views,
@@ -88,6 +117,8 @@ FUNCTIONS = [
     detached_in_place,
     buffers,
     shared_memory,
+    set_to_another,
+    parametrized_for_a_while,
 ]
 
 
@@ -140,6 +171,7 @@ def train(num_stages, functions):
     ("num_stages", "functions"),
     [
         (1, [under_no_grad, added, copied_widely, other_data, buffers, shared_memory]),
+        (1, [set_to_another, parametrized_for_a_while]),
         *(pytest.param(stages, FUNCTIONS, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )

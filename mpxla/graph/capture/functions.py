@@ -29,10 +29,9 @@ from mpxla.log import warn_once
 __all__ = [
     "CAPTURED_FUNCTIONS",
     "checks_decide",
-    "cumulative_batch_norms",
     "extremes_captured",
     "flexible_attention_by_scores",
-    "nested_tensors_refused",
+    "functions_exchanged",
     "torchs_recurrences",
     "without_generator",
 ]
@@ -392,7 +391,7 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 """What is called in the place of a function while a step is captured."""
 
 
-def cumulative_batch_norms() -> AbstractContextManager[None]:
+def _cumulative_batch_norms() -> AbstractContextManager[None]:
     """`BatchNorm(momentum=None)`: torch reads the number of batches so far as a Python number."""
     kind: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
     original = kind.forward
@@ -441,7 +440,7 @@ def extremes_captured(number_of: Callable[[Any], Any]) -> AbstractContextManager
     return exchanged(non_strict_utils, _tensor_min_max=extreme)
 
 
-def nested_tensors_refused() -> AbstractContextManager[None]:
+def _nested_tensors_refused() -> AbstractContextManager[None]:
     """Makes nested tensors an error.
 
     Raises:
@@ -490,6 +489,23 @@ def checks_decide() -> Generator[None]:
         yield
 
 
+def _tensors_set() -> AbstractContextManager[None]:
+    """`tensor.set_(source)` is `tensor.data = source`, which torch's modes see.
+
+    They do not see it itself. `torch.nn.utils.parametrize` sets a parameter to itself with it.
+    """
+    kind: Any = torch.Tensor
+    original = torch.Tensor.set_
+
+    def set_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            return original(tensor, *args, **kwargs)
+        (tensor.data,) = args
+        return tensor
+
+    return exchanged(kind, set_=set_)
+
+
 _COMPILING = (
     "_temp_remove_metadata_torch_function_mode",
     "_temp_remove_pre_dispatch_torch_function_mode",
@@ -522,3 +538,16 @@ def torchs_recurrences() -> AbstractContextManager[None]:
     """
     original = getattr(nn.GRU, "_orig", nn.GRU)
     return exchanged(nn.GRU, forward=original.forward)
+
+
+@contextlib.contextmanager
+def functions_exchanged() -> Generator[None]:
+    """Functions and layers of torch that a capture cannot follow are others for a while."""
+    with (
+        torchs_recurrences(),
+        flexible_attention_by_scores(),
+        _cumulative_batch_norms(),
+        _nested_tensors_refused(),
+        _tensors_set(),
+    ):
+        yield

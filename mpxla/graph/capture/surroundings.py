@@ -18,11 +18,8 @@ from mpxla.graph.capture.carried import all_carried
 from mpxla.graph.capture.exporter import exporter_prepared
 from mpxla.graph.capture.functions import (
     checks_decide,
-    cumulative_batch_norms,
     extremes_captured,
-    flexible_attention_by_scores,
-    nested_tensors_refused,
-    torchs_recurrences,
+    functions_exchanged,
 )
 from mpxla.graph.capture.hooks import attributes_kept
 from mpxla.graph.capture.tensor_places import Attribute, attributes_of, is_constant
@@ -68,13 +65,10 @@ def traceable(
         exchanged(jit_state, enabled=False),  # nor does `torch.jit.script` compile: not our `math`
         exporter_prepared(),
         user_lines_recorded(),
-        torchs_recurrences(),
-        flexible_attention_by_scores(),
+        functions_exchanged(),
         checks_decide(),
-        cumulative_batch_norms(),
         extremes_captured(number_of),
         floats.exchanged(number_of),
-        nested_tensors_refused(),
         static_shapes(),
         modules_left(),
         static_transformers(),
