@@ -17,6 +17,8 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
+from mpxla.graph.functions import traced_function
+from mpxla.graph.hooked import HOOKED
 from mpxla.graph.split import ancestors
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.typed import arguments_of, input_of, origin_of
@@ -89,6 +91,9 @@ def _kept(graph: fx.Graph, read: fx.Node) -> fx.Node | None:
     keeping: list[fx.Node] = []
     for user in read.users:
         name = getattr(getattr(user.target, "_schema", None), "name", "")
+        function = traced_function(user.target)
+        if function is not None and function.name == HOOKED:
+            continue  # sees the gradient alone
         if name in _KEEP_PARAMETER:
             keeping.append(user)
         elif (

@@ -79,6 +79,13 @@ def shared_memory(model, y):
     return torch.tanh(y * row + model.first.bias)
 
 
+def other_data_with_a_hook(model, y):
+    """A parameter that has a hook on its gradient gets other data after its use."""
+    y = model.hooked(y)
+    model.hooked.weight.data = model.hooked.weight.data.clamp(-0.2, 0.2)
+    return y
+
+
 def set_to_another(model, y):
     """By a method that torch's function modes do not see."""
     with torch.no_grad():
@@ -117,6 +124,7 @@ FUNCTIONS = [
     detached_in_place,
     buffers,
     shared_memory,
+    other_data_with_a_hook,
     set_to_another,
     parametrized_for_a_while,
 ]
@@ -127,6 +135,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+        self.hooked = nn.Linear(4, 4)
+        self.hooked.weight.register_hook(lambda gradient: gradient * 0.5)
         self.register_buffer("scale", torch.ones(4))
         self.register_buffer("shift", torch.zeros(4))
 
@@ -171,7 +181,7 @@ def train(num_stages, functions):
     ("num_stages", "functions"),
     [
         (1, [under_no_grad, added, copied_widely, other_data, buffers, shared_memory]),
-        (1, [set_to_another, parametrized_for_a_while]),
+        (1, [other_data_with_a_hook, set_to_another, parametrized_for_a_while]),
         *(pytest.param(stages, FUNCTIONS, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
 )
