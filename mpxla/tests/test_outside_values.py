@@ -248,6 +248,31 @@ def test_what_is_too_large_to_compare_is_named():
     assert "pass what changes as an argument" in line
 
 
+def read_by_the_names_of_a_module():
+    """In a step that is captured again, when it turns out to ask for a value."""
+    smp.init({"microbatches": 1})
+    model = smp.DistributedModel(nn.Linear(5, 3))
+
+    @smp.step
+    def evaluate(model, x):
+        y = model(x)
+        script.__dict__["TABLE"]["calls"] = None
+        if len(x[x > 2]) > 1:
+            return y
+        return (0 * y).sum() + script.__dict__["ALPHA"]
+
+    names, found = set(vars(script)), []
+    for script.ALPHA in (1.0, 3.0):
+        found.append(float(evaluate(model, X).outputs[0]))
+    script.TABLE.pop("calls")
+    script.ALPHA = 1.0
+    return found, set(vars(script)) == names
+
+
+def test_the_names_of_a_module_may_be_read_as_a_dictionary():
+    assert run_ranks(read_by_the_names_of_a_module, 1) == [([1.0, 3.0], True)]
+
+
 def change_in_a_model(raw, place):
     if place == 1:
         settings["alpha"] = 2.0

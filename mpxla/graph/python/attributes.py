@@ -456,14 +456,22 @@ def without_counted(read: Read, counted: Set[str]) -> Read:
     return Read(read.name, value, now, put=read.put, whole=read.whole or read.now)
 
 
+_OF_NAMESPACES = {"__name__", "__loader__", "__spec__"}
+
+
 def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
-    """Adds a container with what it holds, and the containers in it."""
+    """Adds a container with what it holds, and the containers in it.
+
+    Not the names of a module (`losses.__dict__[kind]`): they are emptied for no moment, not even
+    Python's own, which are among those of every module; and what is imported meanwhile stays.
+    """
     seen, waiting = {id(known) for known, _ in contents}, [container]
     for value in waiting:  # grows
         if type(value) not in PLAIN_CONTAINERS or id(value) in seen:
             continue
         seen.add(id(value))
-        contents.append((value, copy.copy(value)))
+        if not isinstance(value, dict) or not value.keys() >= _OF_NAMESPACES:
+            contents.append((value, copy.copy(value)))
         if len(value) <= _MOST_OBJECTS:
             waiting += value.values() if isinstance(value, dict) else value
 
