@@ -1,6 +1,7 @@
 """What a step function must not do besides computing, because the captured graph would lose it."""
 
 import contextlib
+import copy
 import re
 
 import pytest
@@ -292,6 +293,37 @@ def test_tensors_kept_by_a_module_are_gone_after_a_capture():
     assert not hasattr(model[0], "last")
     assert model[0].count == 2
     assert {name for _, name in step.gone} == {"last", "seen", "hidden"}
+
+
+class ReplacingForward(nn.Module):
+    """Has another forward in the place of that of a layer for a while, which others share."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(6, 6))
+        self.user = nn.Sequential(self.layer, nn.Tanh())
+
+    def forward(self, x):
+        forward = self.layer.forward
+        self.layer.forward = lambda x: 2 * forward(x)
+        try:
+            y = self.user(x)
+        finally:
+            self.layer.forward = forward
+        self.twin = self.layer
+        return y + self.layer(x)
+
+
+def test_forwards_and_layers_that_a_module_has_after_a_capture_are_its_own():
+    model = nn.Sequential(ReplacingForward())
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(x)
+    for _ in range(2):  # where the first would leave a forward of the tracer's
+        step = capture(model, lambda leaves: model(leaves[0]))
+        torch.testing.assert_close(run(step, model, [x])[0], expected)
+        assert model[0].layer.forward.__self__ is model[0].layer
+        assert vars(model[0])["_modules"]["twin"] is model[0].layer
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
