@@ -353,6 +353,8 @@ def run_sparse(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _added(*args, **kwargs)
     if name in _TURNED and not _is_object(args[0]):
         args = (args[1], args[0], *args[2:])
+    if name in ("add_", "__iadd__") and not _is_object(args[0]):
+        return args[0].add_(args[1].to_dense(), **kwargs)
     method = getattr(Sparse, _NAMES.get(name, name), None)
     if method is None or not _is_object(args[0]):
         raise _unknown(f"{name}()")

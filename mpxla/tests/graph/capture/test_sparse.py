@@ -49,6 +49,15 @@ def made_inside(m, h, y):
     )
 
 
+def added_in_place(m, h, y):
+    """To dense ones, as adapters with few elements are added to weights."""
+    x, scores = h[:, 0], h[0, 0, :6] * 2
+    weight = (x @ x.t()).tanh().clone()
+    weight += torch.sparse_coo_tensor(EDGES, scores, (3, 3))
+    weight.add_(ADJACENCY, alpha=0.5)
+    return (weight @ m.first(x)).square().mean()
+
+
 def products_of_two(m, h, y):
     """Of two matrices that are sparse, as poolings of graphs make them."""
     x, scores = h[:, 0], h[0, 0, :6] * 2
@@ -70,7 +79,7 @@ def products_of_two(m, h, y):
 
 @pytest.mark.parametrize(
     "function",
-    [constants, products_of_two, pytest.param(made_inside, marks=pytest.mark.slow)],
+    [constants, added_in_place, products_of_two, pytest.param(made_inside, marks=pytest.mark.slow)],
     ids=lambda f: f.__name__,
 )
 def test_values_and_gradients(function):
