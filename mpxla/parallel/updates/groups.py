@@ -33,11 +33,15 @@ class Groups:
         self._next = 0
         self._alive: list[nn.Parameter] = []  # so that ids stay theirs
         self._known: list[tuple[dict[str, Any], set[int]]] = []
+        self._remembered: list[list[int]] = []
         self.notice()
         self.remember()
 
     def notice(self) -> bool:
         """Takes in what has changed since `remember`; whether a group has got parameters."""
+        if self._ids() == self._remembered:  # as nearly always
+            self.taken = set()
+            return False
         groups = self._optimizer.param_groups
         places = {id(group): place for place, (group, _) in enumerate(self._known)}
         left = set(range(len(self._known))) - {places.get(id(group)) for group in groups}
@@ -49,10 +53,10 @@ class Groups:
             place = places.get(id(group), number if number in left else None)
             held = set[int]() if place is None else self._known[place][1]
             before = [] if place is None else self.orders[place]
-            now = list(map(self._position, group["params"]))
+            now = dict.fromkeys(map(self._position, group["params"]))  # in order, and quick to ask
             order = [at for at in before if at not in held or at in now]
-            added.append(set(now).difference(order))
-            taken |= held.difference(now)
+            added.append(now.keys() - order)
+            taken |= held - now.keys()
             orders.append(order + [at for at in now if at in added[-1]])
         for number, order in enumerate(orders):  # a parameter is in the group that it came to last
             others = set[int]().union(*added) - added[number]
@@ -65,6 +69,10 @@ class Groups:
 
     def remember(self) -> None:
         """Takes the groups as they are, after those of other ranks have left them."""
+        ids = self._ids()
+        if ids == self._remembered:
+            return
+        self._remembered = ids
         self._known = [
             (group, {self.positions[id(p)] for p in group["params"]})
             for group in self._optimizer.param_groups
@@ -89,6 +97,10 @@ class Groups:
             "state": state,
             "param_groups": [{**group, "params": list(order)} for group, order in pairs],
         }
+
+    def _ids(self) -> list[list[int]]:
+        groups = self._optimizer.param_groups
+        return [[id(group), *map(id, group["params"])] for group in groups]
 
     def _position(self, parameter: nn.Parameter) -> int:
         if id(parameter) not in self.positions:
