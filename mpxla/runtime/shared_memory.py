@@ -1,4 +1,4 @@
-"""Parameters that share memory without being one: `decoder.weight.data = encoder.weight.data`.
+"""Parameters that share memory without being one: `nn.Parameter(encoder.weight.data)`.
 
 On a host, PyTorch's updates of each change the other. On a device they have memory of their own, as
 after `module.to("cuda")`, and so they have in a distributed model: a warning says so.
@@ -20,10 +20,10 @@ def warn_of_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
     held: defaultdict[int, list[tuple[int, int, str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in parameters.items():
         if parameter.device.type == "cpu" and parameter.numel():
-            first = parameter.storage_offset() * parameter.element_size()
+            first = int(parameter.storage_offset()) * parameter.element_size()
             steps = zip(parameter.shape, parameter.stride(), strict=True)
             length = 1 + sum((size - 1) * stride for size, stride in steps)
-            last = first + length * parameter.element_size()
+            last = first + int(length) * parameter.element_size()
             storage = parameter.untyped_storage().data_ptr()
             held[storage].append((first, last, name, parameter))
     for places in held.values():
@@ -35,7 +35,7 @@ def warn_of_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
                 warn_once(
                     f"memory of {one} and {other}",
                     f"the parameters {one} and {other} share memory, and are two parameters all "
-                    f"the same, as after {other}.data = {one}.data or nn.Parameter({one}.data). "
+                    f"the same, as where {other} is nn.Parameter({one}.data). "
                     f"From the first step on each has memory of its own, as after "
                     f"module.to(device), and they are trained separately. To tie them, let both "
                     f"be one parameter: {other} = {one}.",

@@ -218,7 +218,7 @@ def _without_proxies(module: nn.Module) -> None:
             if isinstance(value, _PROXIES):
                 table[name] = cast(Any, value).get_base()
             elif isinstance(value, MethodType) and isinstance(value.__self__, _PROXIES):
-                table[name] = MethodType(value.__func__, cast(Any, value.__self__).get_base())
+                table[name] = MethodType(value.__func__, value.__self__.get_base())
 
 
 _PROXIES: Any = getattr(proxy_tensor, "_AttrProxy", ())

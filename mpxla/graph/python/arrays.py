@@ -103,7 +103,8 @@ class ArrayRead(Later):
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> "ArrayRead":
         if kwargs.get("out") is not None or method == "at":
             raise self.needed(ufunc.__name__)
-        return _called(getattr(ufunc, method), args, kwargs)
+        function = partial(_ufunc, ufunc) if method == "__call__" else getattr(ufunc, method)
+        return _called(function, args, kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> "ArrayRead":
         if kwargs.get("out") is not None or func.__name__ in _WRITING:
@@ -198,6 +199,11 @@ def _call(function: Callable[..., Any], structure: pytree.TreeSpec, *leaves: Any
 
 def _parts(part: slice) -> tuple[Any, Any, Any]:
     return part.start, part.stop, part.step
+
+
+def _ufunc(ufunc: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls what has its name in NumPy now: that of a capture takes numbers without values."""
+    return getattr(np, ufunc.__name__, ufunc)(*args, **kwargs)
 
 
 def _method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
