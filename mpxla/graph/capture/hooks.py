@@ -216,9 +216,11 @@ def _without_proxies(module: nn.Module) -> None:
     for table in (vars(module), vars(module)["_modules"]):
         for name, value in table.items():
             if isinstance(value, _PROXIES):
-                table[name] = cast(Any, value).get_base()
-            elif isinstance(value, MethodType) and isinstance(value.__self__, _PROXIES):
-                table[name] = MethodType(value.__func__, value.__self__.get_base())
+                table[name] = value.get_base()
+            elif isinstance(value, MethodType):
+                owner: Any = value.__self__
+                if isinstance(owner, _PROXIES):
+                    table[name] = MethodType(value.__func__, owner.get_base())
 
 
 _PROXIES: Any = getattr(proxy_tensor, "_AttrProxy", ())
