@@ -48,6 +48,8 @@ class Valueless(torch.Tensor):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _check_writes(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _draw(func, args, kwargs)
         if func._schema.name.startswith("aten::_foreach_"):
             _check_devices(func, (args, kwargs))
             return _tensor_by_tensor(func, args, kwargs)
@@ -76,6 +78,18 @@ def _unreadable(how: str) -> StepError:
         f"the values of a parameter or buffer were asked for by {how} or a form of it at "
         f"{at_script_line()}, and it has none here: {WHERE}. {_ADVICE}"
     )
+
+
+def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Draws what the tensor gets on its own rank, and leaves it.
+
+    So the generator goes on as in one process, and layers that are initialized anew between steps
+    (`layer.reset_parameters()`) get the numbers of plain PyTorch on every rank.
+    """
+    given = pytree.tree_map_only(
+        torch.Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype, device="cpu"), (args, kwargs)
+    )
+    func(*given[0], **{name: value for name, value in given[1].items() if name != "device"})
 
 
 def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -98,6 +98,29 @@ def test_what_is_computed_of_both_has_no_values():
             save()
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda p: nn.init.kaiming_uniform_(p),
+        lambda p: nn.init.orthogonal_(p),
+        lambda p: nn.init.trunc_normal_(p),
+        lambda p: p.data.bernoulli_(0.3),
+        lambda p: p.detach().add_(torch.randn_like(p) * 0.1),
+        lambda p: nn.functional.dropout(p, 0.5),
+    ],
+)
+def test_generators_go_on_as_where_the_values_are(draw):
+    drawn = []
+    for parameter in (
+        nn.Parameter(torch.ones(3, 2)),
+        AbsentParameter(torch.empty(3, 2, device="meta")),
+    ):
+        torch.manual_seed(1)
+        draw(parameter)
+        drawn.append(torch.rand(2).tolist())
+    assert drawn[0] == drawn[1]
+
+
 def test_masks_and_parametrizations_are_made_without_values():
     module = nn.Linear(2, 3)
     module.bias = absent()
