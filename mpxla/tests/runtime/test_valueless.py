@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+import mpxla as smp
 from mpxla.errors import PeerFailure, StepError
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter
+from mpxla.tests.clients import close, data, raw_model
 from mpxla.tests.ranks.run import run_ranks
 
 
@@ -98,27 +100,46 @@ def test_what_is_computed_of_both_has_no_values():
             save()
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda p: nn.init.kaiming_uniform_(p),
-        lambda p: nn.init.orthogonal_(p),
-        lambda p: nn.init.trunc_normal_(p),
-        lambda p: p.data.bernoulli_(0.3),
-        lambda p: p.detach().add_(torch.randn_like(p) * 0.1),
-        lambda p: nn.functional.dropout(p, 0.5),
-    ],
-)
-def test_generators_go_on_as_where_the_values_are(draw):
+DRAWS = {
+    "kaiming_uniform": lambda p: nn.init.kaiming_uniform_(p),
+    "orthogonal": lambda p: nn.init.orthogonal_(p),
+    "trunc_normal": lambda p: nn.init.trunc_normal_(p),
+    "bernoulli": lambda p: p.data.bernoulli_(0.3),
+    "noise": lambda p: p.detach().add_(torch.randn_like(p) * 0.1),
+    "dropout": lambda p: nn.functional.dropout(p, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_generators_go_on_as_where_the_values_are(name):
     drawn = []
-    for parameter in (
-        nn.Parameter(torch.ones(3, 2)),
-        AbsentParameter(torch.empty(3, 2, device="meta")),
-    ):
+    for make in (nn.Parameter, lambda tensor: AbsentParameter(tensor.to("meta"))):
         torch.manual_seed(1)
-        draw(parameter)
+        DRAWS[name](make(torch.ones(3, 2)))
         drawn.append(torch.rand(2).tolist())
     assert drawn[0] == drawn[1]
+
+
+def begin_anew():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    model = smp.DistributedModel(raw_model())
+    step = smp.step(lambda model, x: model(x))
+    step(model, data()[0])
+    torch.manual_seed(7)
+    for layer in (model.module.first, model.module.second):
+        layer.reset_parameters()
+    return step(model, data()[0]).concat()
+
+
+@pytest.mark.ranks
+def test_layers_that_are_initialized_anew_get_the_numbers_of_one_process():
+    plain = raw_model()
+    torch.manual_seed(7)
+    for layer in (plain.first, plain.second):
+        layer.reset_parameters()
+    # The parameters of torch_xla are drawn by another generator.
+    for found in run_ranks(begin_anew, 2, env={"MPXLA_DEVICE": "pjrt"}):
+        close(found, plain(data()[0]))
 
 
 def test_masks_and_parametrizations_are_made_without_values():
