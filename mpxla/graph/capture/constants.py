@@ -137,7 +137,7 @@ class Constants:
         args, kwargs = self._with_values(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(map(is_array_read, leaves)):
-            return self.call(func, *with_numbers((args, kwargs), func.__name__))
+            return self.call(func, *with_numbers((args, kwargs), getattr(func, "__name__", "")))
         tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
         asked = func, args, kwargs
         func, args, kwargs = self.shapes.fixed(func, args, kwargs)

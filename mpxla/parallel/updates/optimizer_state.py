@@ -103,7 +103,8 @@ class OptimizerState:
     def notice_groups(self) -> bool:
         """Takes in what scripts have changed of the groups; whether these have got parameters."""
         has_more = self.groups.notice()
-        if copies := self.groups.taken & self.pieces.positions_of_copies:
+        taken = self.groups.taken
+        if copies := taken and taken & self.pieces.positions_of_copies:
             first = self._names()[min(copies)]
             warn_once(
                 "copies taken out of param groups",
