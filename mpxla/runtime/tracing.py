@@ -22,8 +22,6 @@ from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import (
     attributes_noted,
     note_content,
-    outside_values,
-    without_counted,
 )
 from mpxla.graph.python.container_state import tensor_entries
 from mpxla.graph.python.counted import Counting
@@ -31,6 +29,7 @@ from mpxla.graph.python.draws import Drawer, Draws
 from mpxla.graph.python.floats import Floats
 from mpxla.graph.python.held_objects import held_objects
 from mpxla.graph.python.left_numbers import RecordRead, StandIns, numbers_left
+from mpxla.graph.python.outside_reads import outside_values, without_counted
 from mpxla.graph.python.plain import Read
 from mpxla.graph.python.reach import Place, outside, places_in
 from mpxla.graph.python.recorded import Recording

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Se
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -27,9 +27,9 @@ from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead
 from mpxla.graph.python.made_objects import keep_made
 from mpxla.graph.python.module_tables import ModuleTables
 from mpxla.graph.python.number import is_number
+from mpxla.graph.python.outside_reads import is_known, without_counted
 from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
-from mpxla.graph.python.plain import FUNCTIONS, LARGE, MISSING, SIMPLE, UNKNOWN, Read, change, plain
-from mpxla.graph.python.reach import Outside
+from mpxla.graph.python.plain import FUNCTIONS, MISSING, SIMPLE, Read, change, plain
 from mpxla.graph.python.recorded import is_recordable, refuse_unrecordable
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -41,19 +41,15 @@ __all__ = [
     "AttributeLog",
     "attributes_noted",
     "is_simple",
-    "kept",
     "note_content",
-    "outside_values",
     "refusal",
     "warn_changed",
-    "without_counted",
 ]
 
 _OF_MODULES = frozenset(dir(nn.Module))
 MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
-_EXCHANGED = (torch.Tensor, nn.Module)
 _FEW_ELEMENTS = 2**16
 """So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -159,14 +155,14 @@ class AttributeLog:
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
-        found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
+        found = [read for read in self.inherited.values() if is_known(read.name, read.value)]
         found += [read for place, read in self.methods.items() if place not in self.written]
         for place, value in self.first.items():
             line, last = self.written.get(place, ("", None))
             if last is _COMPUTED and not (self._is_carried(place) or place in self.recorded):
                 raise refusal(self._name(place), line)
             is_cache = last is _CONSTANT  # which all calls fill alike
-            if _is_known(self._name(place), value) and not (is_cache and value is MISSING):
+            if is_known(self._name(place), value) and not (is_cache and value is MISSING):
                 found.append(without_counted(self._read(place), self.counted))
         changes = self._changes()
         return [*self.objects(), *(read for read in found if read.name not in changes)]
@@ -367,7 +363,7 @@ class AttributeLog:
             if not self._is_read(place):
                 continue
             read = self._read(place)
-            if not _is_known(read.name, read.value):
+            if not is_known(read.name, read.value):
                 continue
             if read.change() or change("", read.value, plain(last, self.texts)):
                 found[read.name] = read, line
@@ -436,26 +432,6 @@ def _warn_gone(name: str) -> None:
     )
 
 
-def without_counted(read: Read, counted: Set[str]) -> Read:
-    """A read of a container without the entries that are inputs; others as they are."""
-    if not any(name.startswith(f"{read.name}[") for name in counted):
-        return read
-
-    def others(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [*others(name, dict(enumerate(cast(list[Any], value)))).values()]
-        if not isinstance(value, dict):
-            return value
-        parts = ((k, f"{name}[{k!r}]", v) for k, v in cast(dict[Any, Any], value).items())
-        return {k: others(part, v) for k, part, v in parts if part not in counted}
-
-    def now() -> Any:
-        return others(read.name, plain(read.now(), read.names))
-
-    value = others(read.name, read.value)
-    return Read(read.name, value, now, put=read.put, whole=read.whole or read.now)
-
-
 _OF_NAMESPACES = {"__name__", "__loader__", "__spec__"}
 
 
@@ -507,41 +483,6 @@ def _are_parameters(tensors: Sequence[torch.Tensor], old: Sequence[Any]) -> bool
     """Whether all are parameters, in the place of nothing, or of the same ones."""
     held = [id(leaf) for leaf in old if isinstance(leaf, torch.Tensor)]
     return all(map(_is_own, tensors)) and (not held or held == [*map(id, tensors)])
-
-
-def outside_values(found: Outside) -> list[Read]:
-    """Plain globals, closed-over values, and attributes of modules and classes that code names."""
-    copies = [(p, plain(p.value, found.names)) for p in found.places]
-    known = [(p, value) for p, value in copies if _is_known(p.name, value)]
-    return [Read(p.name, value, p.get, found.names, p.put) for p, value in known]
-
-
-def _is_known(name: str, value: Any) -> bool:
-    if value is LARGE:
-        warn_once(
-            f"large value {name}",
-            f"the step function names {name}, which is too large, or holds too many objects, to be "
-            f"compared in every call. If the step reads it, it reads what it is now, and a later "
-            f"change in place is not noticed: pass what changes as an argument.",
-        )
-    return value is not UNKNOWN and value is not LARGE
-
-
-def kept(reads: Sequence[Read]) -> tuple[list[Read], list[Read]]:
-    """Those whose value the capture itself has not changed, and those that it has.
-
-    What a step function counts or collects changes with every capture, and would ask for the next.
-    Tensors are exchanged by the capture itself.
-    """
-    unchanged: list[Read] = []
-    others: list[Read] = []
-    for read in reads:
-        found = read.change()
-        if found is None:
-            unchanged.append(read)
-        elif found.before is not MISSING and not isinstance(found.before, _EXCHANGED):
-            others.append(read)
-    return unchanged, others
 
 
 def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:

@@ -16,8 +16,8 @@ from mpxla.graph.python.attributes import (
     CONTAINERS,
     PLAIN_CONTAINERS,
     is_simple,
-    without_counted,
 )
+from mpxla.graph.python.outside_reads import without_counted
 from mpxla.graph.python.plain import MISSING, Read, change, plain
 
 __all__ = [

@@ -33,7 +33,6 @@ from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, s
 from mpxla.graph.python.attributes import (
     CONTAINERS,
     MODE,
-    kept,
     note_content,
     refusal,
     warn_changed,
@@ -55,6 +54,7 @@ from mpxla.graph.python.decisions import OfModelError
 from mpxla.graph.python.held_objects import Held
 from mpxla.graph.python.left_numbers import RecordRead, may_go_on
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
+from mpxla.graph.python.outside_reads import kept
 from mpxla.graph.python.plain import MISSING, Change, Read, plain, refill
 from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.stepgraph import StepGraph
