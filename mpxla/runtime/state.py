@@ -25,6 +25,7 @@ from mpxla.graph.capture.held_tensors import held_tensors
 from mpxla.graph.capture.hooks import refuse_gradient_hooks
 from mpxla.graph.capture.own_parameters import Former, memory
 from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, may_decide, set_by_users
+from mpxla.graph.exchanged import exchanged
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.shared_memory import warn_of_shared_memory
 from mpxla.runtime.valueless import AbsentParameter, without_values
@@ -214,8 +215,7 @@ class ModelState:
     def set_part(self, name: str, part: nn.Parameter) -> None:
         """Holds a part of a parameter in the place of all of it."""
         self.parts[name] = part
-        with _without_weak_references(self.module):
-            _exchange(name, self.parameters[name], torch.device("meta"), DividedParameter)
+        _exchange(name, self.parameters[name], torch.device("meta"), DividedParameter)
         self._divided(name).forget_writes()  # otherwise writes before the first look are unseen
 
     def check_divided(self) -> None:
@@ -266,9 +266,8 @@ class ModelState:
         if parameter is None:
             self.set_buffer(name, value)
             return
-        with _without_weak_references(self.module):
-            moved = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            _swap(parameter, moved)
+        moved = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        _swap(parameter, moved)
 
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
         """Moves local parameters and buffers to the device, and frees others; placed ones stay.
@@ -288,17 +287,16 @@ class ModelState:
         buffers = {n: b for n, b in self.buffers.items() if n not in self._placed}
         self._placed |= parameters.keys() | buffers.keys()
         self._recorded += [t.detach() for t in (*parameters.values(), *buffers.values())]
-        with _without_weak_references(self.module):
-            for name, parameter in parameters.items():
-                if parameter.device.type == "cpu":
-                    storage = StorageWeakRef(parameter.untyped_storage())
-                    self._former.append((storage, memory(parameter), parameter))
-                if name in self.shards and name in local:
-                    continue  # it goes to the device part by part, once replicas have equal values
-                if name in local:
-                    _exchange(name, parameter, device, nn.Parameter)
-                else:
-                    _exchange(name, parameter, torch.device("meta"), AbsentParameter)
+        for name, parameter in parameters.items():
+            if parameter.device.type == "cpu":
+                storage = StorageWeakRef(parameter.untyped_storage())
+                self._former.append((storage, memory(parameter), parameter))
+            if name in self.shards and name in local:
+                continue  # it goes to the device part by part, once replicas have equal values
+            if name in local:
+                _exchange(name, parameter, device, nn.Parameter)
+            else:
+                _exchange(name, parameter, torch.device("meta"), AbsentParameter)
         for name, buffer in buffers.items():
             if name in local:
                 self.set_buffer(name, materialize(name, buffer).to(device))
@@ -340,13 +338,12 @@ class ModelState:
         """Makes all parameters and buffers host tensors with these values, by any name."""
         self.shards, self.gradient_shards, self.parts = {}, {}, {}
         names, buffers = self.names_now, self.buffers
-        with _without_weak_references(self.module):
-            for name, parameter in self.parameters.items():
-                if name not in names:
-                    continue  # the model has it no more
-                value = full[now] if (now := names[name]) in full else parameter.detach().cpu()
-                moved = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
-                _swap(parameter, moved)
+        for name, parameter in self.parameters.items():
+            if name not in names:
+                continue  # the model has it no more
+            value = full[now] if (now := names[name]) in full else parameter.detach().cpu()
+            moved = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
+            _swap(parameter, moved)
         for name in buffers.keys() & names.keys():
             value = full[now].clone() if (now := names[name]) in full else buffers[name].cpu()
             self.set_buffer(name, value)
@@ -387,10 +384,11 @@ class ModelState:
 
     def _put(self, others: Mapping[int, torch.Tensor]) -> None:
         """Exchanges parameters in all modules, by the ids of those that are there."""
-        with _without_weak_references(self.module):
-            for module in self.module.modules():
-                table: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage]
-                table.update({k: others[id(p)] for k, p in table.items() if id(p) in others})
+        for module in self.module.modules():
+            table: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage]
+            table.update({k: others[id(p)] for k, p in table.items() if id(p) in others})
+            if isinstance(module, nn.RNNBase):  # which has a list of them, too
+                module._init_flat_weights()  # pyright: ignore[reportPrivateUsage]
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of what this rank holds."""
@@ -455,25 +453,25 @@ def with_versions(values: Mapping[str, Any], versions: Any) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def _without_weak_references(module: nn.Module) -> Generator[None]:
-    """Recurrent layers of torch refer weakly to their weights, which forbids to exchange them."""
-    recurrent: list[Any] = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
-    for layer in recurrent:
-        layer._flat_weight_refs = []
-    try:
-        yield
-    finally:
-        for layer in recurrent:
-            layer._init_flat_weights()
+_getweakrefs = weakref.getweakrefs
+
+
+def _weak_references(tensor: torch.Tensor) -> list[Any]:
+    """Those to a tensor because of which it cannot become another one, in which torch counts all.
+
+    Plain ones mean the object, as recurrent layers' to their weights and averages' to parameters;
+    what keeps something for a tensor (an array, a value that is known) has a class of its own.
+    """
+    return [found for found in _getweakrefs(tensor) if type(found) is not weakref.ref]
 
 
 def _swap(parameter: nn.Parameter, moved: nn.Parameter) -> None:
     """Makes a parameter another tensor, with the attributes that users have given it."""
     vars(moved).update(set_by_users(parameter))
-    if weakref.getweakrefs(parameter):  # torch then refuses
-        gc.collect()  # a capture that has ended early leaves some, as of recurrent layers
-    torch.utils.swap_tensors(parameter, moved)
+    if _weak_references(parameter):
+        gc.collect()  # a capture that has ended early leaves some
+    with exchanged(weakref, getweakrefs=_weak_references):
+        torch.utils.swap_tensors(parameter, moved)
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, kind)
         if hooks:  # autograd calls those of the other tensor otherwise
@@ -504,6 +502,6 @@ def _exchange(
     except RuntimeError as error:
         raise MpxlaError(
             f"parameter {name} cannot move to {device}: {error}. Something still refers to it from "
-            f"outside Python's view (an autograd graph of an earlier forward, or a weak "
-            f"reference). Drop losses and outputs of earlier forwards before wrapping the model."
+            f"outside Python's view (an autograd graph of an earlier forward, or something that is "
+            f"kept for it). Drop losses and outputs of earlier forwards before wrapping the model."
         ) from error

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from mpxla.errors import MpxlaError, StepError
 from mpxla.runtime.state import ModelState, load_into
@@ -53,11 +54,26 @@ def test_before_placing_everything_is_local():
 
 def test_garbage_that_refers_to_a_parameter_weakly_does_not_keep_it():
     module = Tied()
-    garbage: list = [weakref.ref(module.norm.weight)]
+    garbage: list = [WeakIdRef(module.norm.weight)]
     garbage.append(garbage)
     del garbage
     ModelState(module).place([], CPU)
     assert module.norm.weight.is_meta
+
+
+def test_weak_references_of_users_stay():
+    module = Tied()
+    found = weakref.ref(module.norm.weight)
+    ModelState(module).place([], CPU)
+    assert module.norm.weight.is_meta and found() is module.norm.weight
+
+
+def test_what_keeps_something_for_a_tensor_is_an_error():
+    module = Tied()
+    kept = WeakIdKeyDictionary({module.norm.weight: "its value"})
+    with pytest.raises(MpxlaError, match=r"norm\.weight cannot move to meta: .* weakref"):
+        ModelState(module).place([], CPU)
+    assert len(kept) == 1
 
 
 def test_placing_keeps_identity_and_frees_the_rest():
