@@ -32,9 +32,12 @@ from mpxla.graph.python.recorded import (
     refuse_unrecordable,
 )
 from mpxla.graph.user_code import AgainError
+from mpxla.log import warn_once
 
 __all__ = ["RecordRead", "StandIns", "is_plain_number", "may_go_on", "numbers_left"]
 
+_FEW_ELEMENTS = 2**16
+"""Of a larger tensor that is left a warning tells."""
 _MANY = 1024
 """So many stand-ins are in a list. Code that lets go of the oldest ones then does."""
 
@@ -161,9 +164,21 @@ def numbers_left(
         if one.read.is_more or not is_followed:
             left.append(one)
             _put_back(one.read)
+            _warn_of_large(one.read.name, tensors)
         elif is_number(one.value):
             given[one.read.name] = one.read
     return left, given
+
+
+def _warn_of_large(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    largest = max((tensor.numel() for tensor in tensors), default=0)
+    if largest > _FEW_ELEMENTS:
+        warn_once(
+            f"large tensor in {name}",
+            f"the step function leaves a tensor of {largest} elements in {name}. All ranks of a "
+            f"pipeline get it in every call, which waits for it: leave less there if nobody reads "
+            f"it.",
+        )
 
 
 def _of(read: Read, value: Any, is_more: bool = False) -> LeftNumber:

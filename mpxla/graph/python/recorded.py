@@ -264,7 +264,7 @@ def may_be_appended(value: Any, with_tensors: bool = False) -> bool:
 
 def _may_be_appended(leaf: Any, with_tensors: bool) -> bool:
     if isinstance(leaf, FakeTensor):
-        return with_tensors and leaf.numel() <= _LARGEST
+        return with_tensors
     return isinstance(leaf, (*PLAIN, np.ndarray)) or is_open(leaf)
 
 
@@ -279,10 +279,6 @@ def refuse_unrecordable(name: str, value: Any) -> None:
             f"there when the step has run, with plain data only. Leave the object out, or return "
             f"the number and put both there after the step call."
         )
-
-
-_LARGEST = 65_536
-"""Elements of a tensor that is left."""
 
 
 def _plain_of(term: Any) -> Any:
