@@ -41,13 +41,13 @@ def begin_anew(net, optimizer):
 
 
 def put_in(net, optimizer):
-    net.append(filled(nn.Linear(4, 4)))
+    net.append(filled(nn.Linear(4, 4).double()))
     optimizer.param_groups[0]["params"] += net[-1].parameters()
 
 
 def exchange(net, optimizer):
     """Another last layer, in the group of the old one."""
-    gone, net[4] = list(net[4].parameters()), filled(nn.Linear(8, 4))
+    gone, net[4] = list(net[4].parameters()), filled(nn.Linear(8, 4).double())
     group = optimizer.param_groups[1]
     group["params"] = [p for p in group["params"] if all(p is not one for one in gone)]
     for parameter in gone:
@@ -70,7 +70,6 @@ def trained(change, is_plain):
     net = nn.Sequential(
         nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
     ).double()
-    torch.set_default_dtype(torch.float64)
     model = net if is_plain else smp.DistributedModel(net)
     first, last = list(net.parameters())[:4], list(net.parameters())[4:]
     groups = [{"params": first}, {"params": last, "lr": 0.02}]
@@ -85,7 +84,7 @@ def trained(change, is_plain):
     step = step if is_plain else smp.step(step)
     for number in range(4):
         optimizer.zero_grad()
-        step(model, torch.linspace(-1, number, 16).view(4, 4))
+        step(model, torch.linspace(-1, number, 16, dtype=torch.float64).view(4, 4))
         optimizer.step()
         if number == 1:
             change(net, optimizer)
@@ -100,9 +99,7 @@ def trained(change, is_plain):
 
 def all_trained(config, changes):
     smp.init({"microbatches": 1, **config})
-    found = [trained(change, is_plain=False) for change in changes]
-    torch.set_default_dtype(torch.float32)
-    return found
+    return [trained(change, is_plain=False) for change in changes]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,6 @@ def all_trained(config, changes):
 )
 def test_groups_that_change_are_those_of_plain_torch(config, num_ranks, changes):
     wanted = [trained(change, is_plain=True) for change in changes]
-    torch.set_default_dtype(torch.float32)
     for found in run_ranks(all_trained, num_ranks, config, changes):
         for change, (values, held, momenta), expected in zip(changes, found, wanted, strict=True):
             assert held == expected[1], change
