@@ -122,7 +122,8 @@ def _in_object(leaf: Any) -> dict[Any, Any] | None:
     is_more = isinstance(leaf, (nn.Module, torch.Tensor, Later, _Opened)) or is_number(leaf)
     if is_more or kind.__new__ not in _NEW:
         return None
-    held = {name: getattr(leaf, name) for name in slots_of(kind) if hasattr(leaf, name)}
+    names = [name for name in slots_of(kind) if name not in ("__dict__", "__weakref__")]
+    held = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
     return held | getattr(leaf, "__dict__", {})
 
 

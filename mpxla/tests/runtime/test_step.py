@@ -47,7 +47,7 @@ class Result:
     more: object
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
 class Frozen:
     logits: torch.Tensor
     name: str
