@@ -188,8 +188,9 @@ def _share_in_groups(flow: Flow, allowed: Ranks) -> dict[int, frozenset[int]]:
 
 
 def _torn_group(flow: Flow, reason: str, pinned: Sequence[int], ranks: Ranks) -> str:
-    first = pinned[0]
-    other = next(index for index in pinned if not ranks[index] & ranks[first])
+    # The narrowest say most: each two may share a rank, and all together none.
+    first = min(pinned, key=lambda index: len(ranks[index]))
+    other = min(pinned, key=lambda index: (len(ranks[index] & ranks[first]), len(ranks[index])))
     return (
         f"{flow.nodes[first].described()} is on partition {_listed(ranks[first])} and "
         f"{flow.nodes[other].described()} on partition {_listed(ranks[other])}, but they must "

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpxla.errors import PartitionError
-from mpxla.graph.partition.manual import partition_manual
+from mpxla.graph.partition.flow import analyse
+from mpxla.graph.partition.manual import partition_manual, place_by_rank
 from mpxla.graph.partition.words import NodeKind, transfers
 from mpxla.tests.graph.partition.partition_graphs import Program, assert_valid, chain
 
@@ -202,6 +203,17 @@ def test_updated_buffer_on_two_ranks_is_refused():
         r"\(module 'model.b.norm'\) on partition 1, .*use 'mean', which the step updates. Put",
     ):
         partition(program, 2, {1: 0, 2: 0, one: 0, other: 1})
+
+
+def test_those_that_may_not_be_together_are_named_whatever_comes_first():
+    program = chain(1)
+    nodes = [1]
+    for name in ("a", "b", "c"):
+        update = {"buffers": ("mean",), "mutates": ("mean",)}
+        nodes.append(program.add(nodes[-1], path=f"model.{name}", **update))
+    allowed = dict(zip(nodes[1:], map(frozenset, ({0, 1}, {0}, {1})), strict=True))
+    with pytest.raises(PartitionError, match=r"model.b'\) is on partition 0 and .*model.c'\) on"):
+        place_by_rank(analyse(program.nodes, 0.0), program.parameter_bytes, 2, allowed, {})
 
 
 def test_updated_buffer_used_before_and_after_another_rank_is_refused():
