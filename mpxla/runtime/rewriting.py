@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.graph.containers import open_containers
 from mpxla.graph.python.rewritten import Rewritten
+from mpxla.runtime.shared_memory import extent
 from mpxla.runtime.signature import Signature
 
 __all__ = ["problem_of_memory", "write_back"]
@@ -51,14 +52,8 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return one is other
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
-    (first, end), (start, last) = map(_extent, (one, other))
+    (first, end), (start, last) = map(extent, (one, other))
     return first < last and start < end
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes between which a tensor's elements lie."""
-    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
 def write_back(

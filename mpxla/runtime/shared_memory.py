@@ -8,11 +8,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from mpxla.log import warn_once
 
-__all__ = ["warn_of_shared_memory"]
+__all__ = ["extent", "warn_of_shared_memory"]
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes between which a tensor's elements lie."""
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
 def warn_of_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -20,12 +27,8 @@ def warn_of_shared_memory(parameters: Mapping[str, nn.Parameter]) -> None:
     held: defaultdict[int, list[tuple[int, int, str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in parameters.items():
         if parameter.device.type == "cpu" and parameter.numel():
-            first = int(parameter.storage_offset()) * parameter.element_size()
-            steps = zip(parameter.shape, parameter.stride(), strict=True)
-            length = 1 + sum((size - 1) * stride for size, stride in steps)
-            last = first + int(length) * parameter.element_size()
             storage = parameter.untyped_storage().data_ptr()
-            held[storage].append((first, last, name, parameter))
+            held[storage].append((*extent(parameter), name, parameter))
     for places in held.values():
         places.sort(key=lambda place: place[:2])
         for (first, last, one, a), (start, _, other, b) in pairwise(places):
