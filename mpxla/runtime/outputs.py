@@ -130,8 +130,10 @@ def build_outputs(
         taken: list[tuple[ResultLeaf, Sequence[int], Sequence[Any]]] = []
         for part in parts:
             leaf = part.leaves[place]
-            is_made = isinstance(leaf.value, Recorded)
-            of = part.numbers if is_made else () if leaf.output is None else (leaf.output,)
+            if isinstance(leaf.value, Recorded):
+                of = [part.numbers[i] for i in leaf.value.places]
+            else:
+                of = [] if leaf.output is None else [leaf.output]
             taken.append((leaf, part.microbatches, [part.results[i] for i in of]))
 
         def in_order() -> list[Any]:
@@ -141,7 +143,8 @@ def build_outputs(
                 fetched = [result() for result in results]
                 columns = [publish([tensors[i] for i in asked]) for tensors in fetched]
                 if isinstance(leaf.value, Recorded):
-                    rows = zip(*columns, strict=True) if columns else [()] * len(asked)
+                    found_at = dict(zip(leaf.value.places, columns, strict=True))
+                    rows = [{i: at[n] for i, at in found_at.items()} for n in range(len(asked))]
                     values = [leaf.value.of(row, {}) for row in rows]
                 elif columns:
                     values = [t.item() if leaf.is_number else t for t in columns[0]]

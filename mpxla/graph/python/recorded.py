@@ -15,9 +15,10 @@ which `state.py` sees to.
 This module must not know how a step is captured or run, nor where things are left.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -118,6 +119,11 @@ class Recorded:
         """Whether tensors are among its results."""
         return any(map(_has_tensor, self.terms))
 
+    @property
+    def places(self) -> list[int]:
+        """Its results, among those of the step that are recorded."""
+        return sorted(set(chain.from_iterable(map(_places_in, self.terms))))
+
     def numbered(self, other: "Recorded", length: int, more: int) -> "Recorded":
         """Goes by the length of a list where another capture, with `more` in it, does.
 
@@ -138,11 +144,11 @@ class Recorded:
         own, others = ([*map(_comparable, recorded.terms)] for recorded in (self, other))
         return own == others
 
-    def of(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
+    def of(self, results: Sequence[Any] | Mapping[int, Any], left: Mapping[str, Any]) -> Any:
         """The value.
 
         Args:
-            results: the tensors of these among the step's results.
+            results: the tensors of these among the step's results, at least those of `places`.
             left: what is in places before the microbatch, by name.
         """
 
@@ -287,6 +293,12 @@ def _plain_of(term: Any) -> Any:
 
 def _comparable(term: Any) -> Any:
     return term.tolist() if isinstance(term, np.ndarray) else _plain_of(term)
+
+
+def _places_in(term: Any) -> Iterable[int]:
+    if isinstance(term, _Computed):
+        return chain.from_iterable(map(_places_in, term.terms))
+    return [term.place] if isinstance(term, _Result) else []
 
 
 def _has_left(term: Any) -> bool:
