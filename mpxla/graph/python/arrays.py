@@ -70,7 +70,7 @@ class ArrayRead(Later):
         """
         function, of = self.made_by
         if function is not array_of:
-            return function(*(part.numbers(by) if is_array_read(part) else part for part in of))
+            return function(*(_numbers_of(part, by) for part in of))
         (tensor,) = of
         if not _has_numbers(tensor):
             raise self.needed(by)
@@ -173,7 +173,11 @@ def arrays_in_numpy() -> Generator[None]:
 
 def with_numbers(tree: Any, by: str) -> Any:
     """Arguments of torch, with numbers in the places of arrays."""
-    return pytree.tree_map(lambda v: v.numbers(by) if is_array_read(v) else v, tree)
+    return pytree.tree_map(partial(_numbers_of, by=by), tree)
+
+
+def _numbers_of(value: Any, by: str) -> Any:
+    return value.numbers(by) if is_array_read(value) else value
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
@@ -186,7 +190,8 @@ def _called(
 ) -> ArrayRead:
     """What a function gives when the arrays among its arguments are there."""
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    for part in (part for leaf in leaves if isinstance(leaf, slice) for part in _parts(leaf)):
+    slices = (leaf for leaf in leaves if isinstance(leaf, slice))
+    for part in (part for s in slices for part in (s.start, s.stop, s.step)):
         if isinstance(part, Later) or is_number(part):
             raise NeedsValueError("a number without a value is needed in Python, by a slice")
     return ArrayRead(partial(_call, function, structure), *leaves, like=like)
@@ -195,10 +200,6 @@ def _called(
 def _call(function: Callable[..., Any], structure: pytree.TreeSpec, *leaves: Any) -> Any:
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     return function(*args, **kwargs)
-
-
-def _parts(part: slice) -> tuple[Any, Any, Any]:
-    return part.start, part.stop, part.step
 
 
 def _ufunc(ufunc: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +225,7 @@ def _operator(name: str, is_reflected: bool = False) -> Callable[..., Any]:
 
 
 def _as_operand(value: Any, by: str) -> Any:
-    found = value.numbers(by) if is_array_read(value) else value
+    found = _numbers_of(value, by)
     return torch.as_tensor(found) if isinstance(found, np.ndarray) else found
 
 

@@ -36,6 +36,7 @@ from mpxla.log import warn_once
 
 __all__ = [
     "CONTAINERS",
+    "FEW_ELEMENTS",
     "MODE",
     "PLAIN_CONTAINERS",
     "AttributeLog",
@@ -50,7 +51,7 @@ _OF_MODULES = frozenset(dir(nn.Module))
 MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
-_FEW_ELEMENTS = 2**16
+FEW_ELEMENTS = 2**16
 """So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
@@ -220,7 +221,7 @@ class AttributeLog:
 
     def _is_to_carry(self, place: tuple[int, str], form: Form) -> bool:
         if self.written[place][1] is _COMPUTED:
-            return place in self.first or form.size <= _FEW_ELEMENTS
+            return place in self.first or form.size <= FEW_ELEMENTS
         return form_of(self.before[place]) == form  # `self.hidden = torch.zeros(...)` to begin anew
 
     def changed(self) -> list[Read]:

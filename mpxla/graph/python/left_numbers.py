@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.graph.containers import open_results
-from mpxla.graph.python.attributes import CONTAINERS, AttributeLog, is_simple
+from mpxla.graph.python.attributes import CONTAINERS, FEW_ELEMENTS, AttributeLog, is_simple
 from mpxla.graph.python.container_state import entry
 from mpxla.graph.python.number import Number, is_number, text_without_value
 from mpxla.graph.python.plain import MISSING, SIMPLE, Change, Read, refill
@@ -36,8 +36,6 @@ from mpxla.log import warn_once
 
 __all__ = ["RecordRead", "StandIns", "is_plain_number", "may_go_on", "numbers_left"]
 
-_FEW_ELEMENTS = 2**16
-"""Of a larger tensor that is left a warning tells."""
 _MANY = 1024
 """So many stand-ins are in a list. Code that lets go of the oldest ones then does."""
 
@@ -172,7 +170,7 @@ def numbers_left(
 
 def _warn_of_large(name: str, tensors: Sequence[torch.Tensor]) -> None:
     largest = max((tensor.numel() for tensor in tensors), default=0)
-    if largest > _FEW_ELEMENTS:
+    if largest > FEW_ELEMENTS:
         warn_once(
             f"large tensor in {name}",
             f"the step function leaves a tensor of {largest} elements in {name}. All ranks of a "
