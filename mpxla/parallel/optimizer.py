@@ -32,6 +32,7 @@ from mpxla.parallel.updates.optimizer_state import Numbers, OptimizerState
 from mpxla.parallel.updates.others import ParametersOfOthers, keeps_more_than_state
 from mpxla.parallel.updates.pieces import SHARD_KEY, join_shards, published
 from mpxla.parallel.updates.rounding import UpdateRounding
+from mpxla.parallel.updates.shown_state import ShownState
 from mpxla.parallel.updates.stochastic_rounding import StochasticRounding, check_parameters
 from mpxla.parallel.updates.update import CompiledUpdate
 from mpxla.session import current
@@ -143,6 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._rounding = numbers["stochastic_rounding"] = StochasticRounding()
         self.contents = OptimizerState(optimizer, self._models, session.backend, numbers)
         self._pieces = self.contents.pieces
+        self._shown = ShownState(self.contents)
         programs = Programs(session.backend)
         rounding = self._rounding and UpdateRounding(
             optimizer, self._rounding, self.contents.origins, programs
@@ -214,12 +216,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Optimizer state of this rank's parameters."""
-        return self.optimizer.state
+        """Optimizer state of this rank's parameters, by what the groups or the model have."""
+        return self._shown
 
     @state.setter
     def state(self, state: Any) -> None:  # type: ignore[override]
-        self.optimizer.state = state
+        self.optimizer.state = state.inner if isinstance(state, ShownState) else state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -466,6 +468,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self.contents.load_settings(state_dict)
             self._deferred = state_dict
+            if self._unplaced is None:  # of no model, so that the groups hold whole parameters
+                self.contents.show(state_dict)
 
     def take_over(self, source: int) -> None:
         """Replicas take the optimizer state of one, by its index. Collective over the replicas."""
@@ -512,6 +516,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Takes what other ranks update out of the groups, and moves existing state."""
         if self._unplaced is None:
             self._unplaced = [list(group["params"]) for group in self.optimizer.param_groups]
+            if self._deferred is not None:
+                self._deferred = self.contents.take_back(self._deferred)
         unplaced = (model for model in self._models if not model.partitioned)
         waiting = {ident for model in unplaced for ident in model.parameter_ids()}
         # Of divided parameters this rank has a part; they have no storage.
@@ -523,6 +529,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 p for p in group["params"] if p.device.type == "meta" and id(p) not in waiting
             }
             group["params"] = [p for p in group["params"] if p not in elsewhere]
+            self.contents.elsewhere |= set(map(id, elsewhere))
             for parameter in elsewhere:
                 self.optimizer.state.pop(parameter, None)
         for parameter, state in self.optimizer.state.items():

@@ -71,6 +71,7 @@ class OptimizerState:
         groups: what is in its groups.
         positions: in the plain optimizer, of all that is or was in the groups, by its id.
         pieces: the update copies that it holds in the place of parameters.
+        elsewhere: ids of parameters that other ranks were found to have.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class OptimizerState:
             for p, name in zip(group["params"], group["param_names"], strict=True)
         }
         self.pieces = OptimizerPieces(optimizer, self.positions)
+        self.elsewhere: set[int] = set()
         self._saved_rest: dict[str, Any] = {}  # of a checkpoint whose entries are loaded later
 
     @property
@@ -130,6 +132,10 @@ class OptimizerState:
         Raises:
             CheckpointError: there are several stages, and the rest may be about parameters.
         """
+        state, held = self.optimizer.state, set(map(id, parameters_of(self.optimizer)))
+        for key in list(state):  # scripts that ask for one leave an empty entry, as torch's does
+            if torch.is_tensor(key) and id(key) not in held and not state[key]:
+                del state[key]
         rest = dict(self.optimizer.state_dict())
         state, groups = rest.pop("state", {}), rest.pop("param_groups", None)
         strange = [key for key, value in rest.items() if not _is_plain(value)]
@@ -208,6 +214,22 @@ class OptimizerState:
             **state_dict,
             "param_groups": [{**a, **b} for a, b in zip_longest(groups, kept, fillvalue={})],
         }
+
+    def show(self, waiting: Mapping[str, Any]) -> None:
+        """Puts a full state dict that waits for partitioning where scripts find it."""
+        state = self.optimizer.state
+        for number, parameter in enumerate(parameters_of(self.optimizer)):
+            state.pop(parameter, None)
+            if number in waiting.get("state", ()):
+                state[parameter] = copy.copy(waiting["state"][number])
+
+    def take_back(self, waiting: Mapping[str, Any]) -> dict[str, Any]:
+        """The dict that was shown, with state as scripts have left it."""
+        entries = {k: v for k, v in waiting["state"].items() if not isinstance(k, int)}
+        for number, parameter in enumerate(parameters_of(self.optimizer)):
+            if parameter in self.optimizer.state:
+                entries[number] = self.optimizer.state.pop(parameter)
+        return {**waiting, "state": entries}
 
     def load(self, full: Mapping[str, Any]) -> None:
         """Loads this rank's part of a full state dict. After partitioning.
@@ -291,6 +313,14 @@ class OptimizerState:
         """Position of a parameter -> its name in the model; of several, with their labels."""
         found = self._known_names().items()
         return {place: name or f"parameter {place} of the optimizer" for place, name in found}
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """A parameter's name in the model, or what stands for it."""
+        return self._names()[self.positions[id(parameter)]]
+
+    def is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether another rank has a parameter of the plain optimizer."""
+        return id(parameter) in self.elsewhere and parameter.is_meta
 
     def _known_names(self) -> dict[int, str | None]:
         """Position -> name, or None if no model has the parameter."""

@@ -95,11 +95,15 @@ class OptimizerPieces:
         if state and any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values()):
             self._optimizer.state[copy.parameter] = self._made_anew(copy.parameter, group)
         elif state:
-            cut = state if copy.extent is None else cut_state(state, copy.shape, *copy.extent)
-            self._optimizer.state[copy.parameter] = mapped(
-                lambda value: _widened(value, copy.parameter), cut
-            )
+            self._optimizer.state[copy.parameter] = self.cut_for(parameter, state)
         return [copy.parameter]
+
+    def cut_for(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a whole parameter, for this rank's copy of it."""
+        copy = self._exchanged[id(parameter)]
+        assert copy is not None
+        cut = state if copy.extent is None else cut_state(state, copy.shape, *copy.extent)
+        return mapped(lambda value: _widened(value, copy.parameter), cut)
 
     def _made_anew(self, piece: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
         """State that an optimizer makes at once, as Adagrad does; it was given empty parameters."""
