@@ -54,7 +54,13 @@ class UndecidedError(CaptureError):
 
 
 class ValueNeededError(CaptureError):
-    """Python needs the value of a tensor; with the values of inputs there may be an answer."""
+    """Python needs the value of a tensor; with the values of inputs there may be an answer.
+
+    Attributes:
+        raised: what something else raised, perhaps since it had no value.
+    """
+
+    raised: Exception | None = None
 
 
 class OutsideWriteError(CaptureError):

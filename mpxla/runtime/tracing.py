@@ -133,7 +133,7 @@ class Tracing:
         draws = Draws(drawer, with_scalars=is_asking)
         try:
             return self._with_few_constants(signature, draws)
-        except CaptureError:
+        except Exception:  # torch says in many ways that it wants a number of Python
             if is_asking or not draws.has_scalars:
                 raise
         return self._with_few_constants(signature, Draws(drawer.again(), with_scalars=True))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import mpxla as smp
 from mpxla.tests.clients import logged
@@ -70,6 +71,14 @@ def by_torch(model, x):
     return model.last(x) / (1 + int(torch.randint(0, 2, (1,))))
 
 
+def sized(model, x):
+    """Shapes by a number that torch's functions want of Python, and say so in their own ways."""
+    count = torch.randint(1, 3, (1,)).item()
+    x = functional.pad(torch.tanh(model.first(x)), (count, 3 - count)).narrow(1, count, 6)
+    x = x + x.new_ones(count, 6).sum(0) * torch.tensor_split(x, count, 1)[0].mean(1, keepdim=True)
+    return model.last(x.expand(count, *x.shape).mean(0)) / 4
+
+
 def seldom_dropped(model, x):
     """The number is another one in every call, and the way is not."""
     x = torch.tanh(model.first(x))
@@ -93,7 +102,7 @@ def seeded(model, x):
     return model.last(torch.tanh(model.first(x) * random.random()))
 
 
-FUNCTIONS = [skipped, mixed, in_arrays, chosen, counted, ordered, by_torch, of_generators]
+FUNCTIONS = [skipped, mixed, in_arrays, chosen, counted, ordered, by_torch, sized, of_generators]
 QUICK = [skipped, mixed, seldom_dropped]
 
 
@@ -196,7 +205,7 @@ def compare(functions, num_stages, backend, num_sharing=1):
 
 
 def test_numbers_are_drawn_in_every_call():
-    compiled = compare([*QUICK, of_generators], 1, "pjrt")
+    compiled = compare([*QUICK, sized, of_generators], 1, "pjrt")
     assert compiled["mixed"] == compiled["seldom_dropped"] == 1
     assert 1 < compiled["skipped"] <= STEPS
     assert 1 < compiled["of_generators"] <= STEPS
@@ -232,7 +241,7 @@ def test_all_that_draws_by_ranks_that_share_tensors(num_stages):
     ("functions", "num_stages", "backend"),
     [
         ([in_arrays, chosen, counted, ordered, by_torch, of_generators], 1, "torch_xla"),
-        ([skipped, mixed, by_torch, of_generators], 2, "pjrt"),
+        ([skipped, mixed, by_torch, sized, of_generators], 2, "pjrt"),
         pytest.param(FUNCTIONS, 2, "pjrt", marks=pytest.mark.long),
     ],
 )

@@ -89,7 +89,7 @@ class Constants:
         reads: the user's own tensors whose values Python has read, by id: the tensor, and the
             user's line.
         tests: whether values are finite, which Python has read, by id: the test, and the line.
-        has_arrays: whether Python has arrays without values.
+        has_reads: whether Python has numbers or arrays without values.
         absent: ids of stand-ins for tensors whose values are on other ranks.
         shapes: exchanges calls whose shapes depend on values.
     """
@@ -102,7 +102,7 @@ class Constants:
     ) -> None:
         self._answers = answers or Answers(None)
         self._floats = floats or Floats()
-        self.has_arrays = False
+        self.has_reads = False
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self.absent: set[int] = set()
@@ -146,9 +146,10 @@ class Constants:
         if name in _NO_DECISIONS and any(t.dtype is not torch.bool for t in tensors):
             is_known = is_known and not any(map(self._tests_of, tensors))
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
+            self.has_reads = True
             return _NUMBERS[func](args[0])
         if func is torch.Tensor.numpy and not is_known and _is_for_numpy(args[0]):
-            self.has_arrays = True
+            self.has_reads = True
             return ArrayRead.of_tensor(args[0], self._floats)
         if not is_known and name in _TRUTHS and self._answers.may_answer(args[0]):
             return self._answers.truth_of(args[0])

@@ -132,16 +132,23 @@ def with_values_if_needed(
     Raises:
         CaptureError: it cannot be captured.
     """
+    raised = None
     try:
         if not are_needed:
             return capture(None)
     except ValueNeededError as error:
         get_logger().debug("captured with values of the inputs, since %s", error)
+        raised = error.raised
     given = tuple(values())
     with contextlib.suppress(ValueNeededError):
         if not decide_sizes:
             return capture(Known(given, decide_sizes=False))
-    return capture(Known(given, decide_sizes=True))
+    try:
+        return capture(Known(given, decide_sizes=True))
+    except Exception as error:
+        if isinstance(raised, CaptureError) and not isinstance(error, MpxlaError):
+            raise raised from error  # it says more
+        raise
 
 
 @dataclass
@@ -155,6 +162,7 @@ class _Returned:
     recorded: tuple[Recorded, ...] = ()
     numbers: tuple[int, ...] = ()
     prints: tuple[Print, ...] = ()
+    begun: StepSemantics | None = None
     semantics: StepSemantics | None = None
     modules: list[nn.Module] = field(default_factory=list)
     written: frozenset[str] = frozenset()
@@ -228,6 +236,7 @@ class _StepModule(nn.Module):
         )
         contents = semantics.writes.contents
         constants, is_trial = semantics.constants, self._counts.none_at is not None
+        self.returned.begun = semantics
         trained = [p for p in model.parameters() if p.requires_grad]
         recorder = BackwardRecorder(
             own.given(constants.is_known),
@@ -539,12 +548,14 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
             if isinstance(explained, OutsideWriteError) and returned.semantics is not None:
                 written = [tensor for tensor, *_ in outside]
                 explained.written = returned.semantics.own_tensors(written)
-            # Torch has sizes without values here that not all of its code expects, nor does that of
-            # libraries arrays without them, and the user's code may go another way.
-            has_arrays = returned.semantics is not None and returned.semantics.constants.has_arrays
-            is_supposed = counts.has_unknown or counts.asked or has_arrays
-            if is_supposed and not is_final and not isinstance(error, MpxlaError):
-                explained = ValueNeededError(f"{type(error).__name__}: {error}")
+            # There are sizes, numbers and arrays without values here, which not all code of torch
+            # and of libraries expects, and the user's code may go another way.
+            has_reads = returned.begun is not None and returned.begun.constants.has_reads
+            is_supposed = counts.has_unknown or counts.asked or has_reads
+            is_known = isinstance(error, MpxlaError) or isinstance(explained, ValueNeededError)
+            if is_supposed and not is_final and not is_known:
+                raised, explained = explained, ValueNeededError(str(explained))
+                explained.raised = raised
             if counts.last is not None and not isinstance(explained, MpxlaError):
                 raise RaisesError(counts.last, explained) from error
             raise explained from error

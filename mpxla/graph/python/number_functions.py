@@ -7,11 +7,14 @@ This module must not know how a step is captured.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from mpxla.graph.python.number import is_number
 
 __all__ = ["FUNCTIONS_OF_NUMBERS"]
 
@@ -264,6 +267,9 @@ def _multi_margin_loss(
 def _pad(
     input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None
 ) -> torch.Tensor:
+    pad = [operator.index(width) for width in pad]  # shapes are Python's
+    if not is_number(value):
+        return F.pad(input, pad, mode, value)
     is_own = F.pad(torch.ones_like(input, dtype=torch.bool), pad)
     return torch.where(is_own, F.pad(input, pad, mode), value)
 
