@@ -129,7 +129,7 @@ def simulated_s(
         input_gradient=of_every_stage("input gradients"),
         weight_gradient=of_every_stage("weight gradients"),
     )
-    edges, schedule = (forward, backward), add_reduce(schedule, placement)
+    edges, schedule = (forward, backward), add_reduce(schedule)
     return simulate(schedule, placement, *edges, costs, rendezvous=False).makespan
 
 

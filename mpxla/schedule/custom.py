@@ -69,7 +69,7 @@ class CustomSchedule:
         if not self.has_transfers:
             lists = add_communication(lists, self.placement, forward_edges, backward_edges)
         if not any(a.peer is None and a.microbatch is None for line in lists for a in line):
-            lists = add_reduce(lists, self.placement)
+            lists = add_reduce(lists)
         return lists
 
     def _prove(self) -> None:

@@ -34,7 +34,6 @@ from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.dataflow import Dataflow, Edge
 from mpxla.schedule.grid import Cell, format_failure
-from mpxla.schedule.validate import check_stages
 
 __all__ = ["actions_of", "add_communication", "add_reduce"]
 
@@ -59,8 +58,7 @@ def add_communication(
         ScheduleError: edges do not fit the stages, a list has more than forwards and backwards, or
             the lists wait for each other.
     """
-    check_stages(compute, placement)
-    _check_compute(compute, placement)
+    _check_compute(compute)
     flow = Dataflow.of_schedule(compute, placement, forward_edges, backward_edges)
     clock = _Clock(compute, flow)
     home = flow.placement
@@ -81,28 +79,16 @@ def add_communication(
     return result
 
 
-def add_reduce(
-    schedule: Sequence[Sequence[Action]], placement: Sequence[int]
-) -> list[list[Action]]:
+def add_reduce(schedule: Sequence[Sequence[Action]]) -> list[list[Action]]:
     """Inserts a reduction after the last backward of every stage.
 
     Sends that directly follow that backward go first: another rank may be waiting for them.
 
     Returns:
         The lists with one `REDUCE` per stage that has backwards.
-
-    Raises:
-        ScheduleError: the placement does not fit the lists, or there are reductions already.
     """
-    check_stages(schedule, placement)
     result: list[list[Action]] = []
-    for rank, actions in enumerate(schedule):
-        for step, action in enumerate(actions):
-            if action.op is Op.REDUCE:
-                headline = (
-                    f"Rank {rank}, step {step}: {action} is there already. Add reductions once."
-                )
-                raise ScheduleError(format_failure(schedule, Cell(rank, step), headline))
+    for actions in schedule:
         last = {a.stage: step for step, a in enumerate(actions) if a.op.ends_backward}
         stage_at: dict[int, int] = {}
         for stage, step in last.items():
@@ -236,19 +222,13 @@ def _moment(earliest: int, latest: int, busy: set[int], peer_busy: set[int]) -> 
     return latest
 
 
-def _check_compute(compute: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
-    """Checks that there are only forwards and backwards, each once and on its own rank."""
-    seen: set[Action] = set()
+def _check_compute(compute: Sequence[Sequence[Action]]) -> None:
+    """Checks that there are only forwards and backwards, which a user's text may have more than."""
     for rank, actions in enumerate(compute):
         for step, action in enumerate(actions):
-            problem = None
             if not action.op.is_compute:
-                problem = "is not a forward or backward. Add transfers before anything else"
-            elif not 0 <= action.stage < len(placement) or placement[action.stage] != rank:
-                problem = f"does not belong on this rank by placement {tuple(placement)}. Move it"
-            elif action in seen:
-                problem = "is there twice. Remove one"
-            if problem is not None:
-                headline = f"Rank {rank}, step {step}: {action} {problem}."
+                headline = (
+                    f"Rank {rank}, step {step}: {action} is not a forward or backward. Add "
+                    f"transfers before anything else."
+                )
                 raise ScheduleError(format_failure(compute, Cell(rank, step), headline))
-            seen.add(action)

@@ -161,7 +161,7 @@ def _all_lists(
     """The same with transfers, reductions and copies."""
     placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
     lists = add_communication(compute_lists(num_ranks, candidate), placement, forward, backward)
-    lists = add_reduce(lists, placement)
+    lists = add_reduce(lists)
     return tuple(map(tuple, lists if horizon is None else add_copies(lists, horizon)))
 
 

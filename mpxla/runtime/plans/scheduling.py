@@ -31,7 +31,7 @@ def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...
         compute = compute_actions(config, cut.placement, is_training)
         schedule = add_communication(compute, cut.placement, *edges)
         if is_training:
-            schedule = add_reduce(schedule, cut.placement)
+            schedule = add_reduce(schedule)
     if config.offload_activations and not has_copies(schedule):
         schedule = add_copies(schedule, config.activation_loading_horizon)
     simulate(schedule, cut.placement, *edges)

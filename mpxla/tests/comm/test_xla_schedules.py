@@ -102,7 +102,7 @@ def step(pipeline, count, placement, edges, training=True):
     backward = {(b, a) for a, b in edges}
     compute = generate(pipeline, count, placement, len(placement) + 2, training)
     schedule = add_communication(compute, placement, edges, backward)
-    schedule = add_reduce(schedule, placement) if training else schedule
+    schedule = add_reduce(schedule) if training else schedule
     simulate(schedule, placement, edges, backward)
     return schedule
 

@@ -66,7 +66,7 @@ def test_all_schedules_run_with_less_memory(pipeline, per_rank, horizon, rendezv
     edges = {(s, s + 1) for s in range(len(placement) - 1)}
     back = {(t, s) for s, t in edges}
     compute = generate(pipeline, 12, placement, 12, True)
-    plain = add_reduce(add_communication(compute, placement, edges, back), placement)
+    plain = add_reduce(add_communication(compute, placement, edges, back))
     schedule = add_copies(plain, horizon)
     assert has_copies(schedule) and parse_schedule(format_schedule(schedule)) == schedule
     for actions, before in zip(schedule, plain, strict=True):

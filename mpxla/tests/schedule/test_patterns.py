@@ -23,7 +23,7 @@ def run(
     edges = [(s, s + 1) for s in range(len(placement) - 1)]
     back = [(t, s) for s, t in edges]
     lists = generate(pipeline, num_microbatches, placement, active, training=True)
-    schedule = add_reduce(add_communication(lists, placement, edges, back), placement)
+    schedule = add_reduce(add_communication(lists, placement, edges, back))
     simulate(schedule, placement, edges, back, costs, rendezvous=True)
     return simulate(schedule, placement, edges, back, costs, rendezvous=rendezvous)
 

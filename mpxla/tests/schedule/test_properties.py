@@ -54,7 +54,7 @@ def test_schedules_run_and_keep_their_bounds(pipeline, name, training, costs):
     placement, forward, backward, num_microbatches, active = pipeline
     num_stages = len(placement)
     compute = generate(name, num_microbatches, placement, active, training)
-    schedule = add_reduce(add_communication(compute, placement, forward, backward), placement)
+    schedule = add_reduce(add_communication(compute, placement, forward, backward))
 
     strict = simulate(schedule, placement, forward, backward, costs, rendezvous=True)
     loose = simulate(schedule, placement, forward, backward, costs, rendezvous=False)

@@ -18,7 +18,7 @@ EDGES = {(0, 1), (1, 2)}, {(1, 0), (2, 1)}
 def run(num_microbatches=3, costs=None):
     placement = (0, 1, 2)
     compute = interleaved(num_microbatches, placement, 3)
-    schedule = add_reduce(add_communication(compute, placement, *EDGES), placement)
+    schedule = add_reduce(add_communication(compute, placement, *EDGES))
     return simulate(schedule, placement, *EDGES, costs)
 
 

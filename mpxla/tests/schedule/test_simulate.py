@@ -38,7 +38,7 @@ def test_textbook_bubble(rendezvous, generate, num_ranks, num_microbatches):
     # GPU Clusters Using Megatron-LM", section 2.2.1.
     placement, edges = tuple(range(num_ranks)), chain(num_ranks)
     compute = generate(num_microbatches, placement, max(num_microbatches, num_ranks))
-    schedule = add_reduce(add_communication(compute, placement, *edges), placement)
+    schedule = add_reduce(add_communication(compute, placement, *edges))
     timeline = simulate(schedule, placement, *edges, rendezvous=rendezvous)
     expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
     assert timeline.bubble == pytest.approx(expected)

@@ -29,7 +29,7 @@ def test_the_first_ones_take_the_numbers():
 def test_a_part_of_a_schedule_is_free_of_deadlock(pipeline, name, has_copies, data):
     placement, forward, backward, count, active = pipeline
     compute = generate(name, count, placement, active, True)
-    schedule = add_reduce(add_communication(compute, placement, forward, backward), placement)
+    schedule = add_reduce(add_communication(compute, placement, forward, backward))
     schedule = add_copies(schedule, 1) if has_copies else schedule
     chosen = tuple(range(data.draw(st.integers(1, count))))
     part = [actions_of(actions, chosen) for actions in schedule]
