@@ -111,44 +111,41 @@ class ShardIndex:
     ):
         self.aliases = dict(aliases)
         self.numbers = dict(numbers)
-        self._slots: dict[tuple[str, str, str], list[tuple[Slot, str]]] = {}
-        self._keys: dict[tuple[str, str], list[str]] = {}
+        self._slots: dict[tuple[str, str], dict[str, list[tuple[Slot, str]]]] = {}
         for slot, file in entries:
-            place = (slot.kind, slot.name, slot.key)
-            if place not in self._slots:
-                self._keys.setdefault(place[:2], []).append(slot.key)
-            self._slots.setdefault(place, []).append((slot, file))
-        for found in self._slots.values():
-            found.sort(key=lambda entry: (entry[0].part, entry[0].offset))
+            keys = self._slots.setdefault((slot.kind, slot.name), {})
+            keys.setdefault(slot.key, []).append((slot, file))
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of everything of a kind."""
-        return {n: slots[0][0].shape for (k, n, _), slots in self._slots.items() if k == kind}
+        held = [(name, keys) for (k, name), keys in self._slots.items() if k == kind]
+        return {name: self.shape(kind, name, next(iter(keys))) for name, keys in held}
 
     def saved_name(self, kind: str, names: Iterable[str]) -> str | None:
         """The name under which a tensor with any of these names was saved, if it was."""
         for name in names:
             for candidate in (name, self.aliases.get(name, name)):
-                if (kind, candidate) in self._keys:
+                if (kind, candidate) in self._slots:
                     return candidate
         return None
 
     def keys(self, kind: str, name: str) -> list[str]:
         """State keys that were saved as tensors for a name."""
-        return self._keys.get((kind, name), [])
+        return list(self._slots.get((kind, name), ()))
 
     def parts(
         self, kind: str, name: str, key: str
     ) -> dict[tuple[int, ...], list[tuple[Slot, str]]]:
         """Where a tensor is, part by part, each in order of position; `()` is the whole."""
         found: dict[tuple[int, ...], list[tuple[Slot, str]]] = {}
-        for slot, file in self._slots.get((kind, name, key), []):
+        slots = self._slots.get((kind, name), {}).get(key, [])
+        for slot, file in sorted(slots, key=lambda entry: (entry[0].part, entry[0].offset)):
             found.setdefault(slot.part, []).append((slot, file))
         return found
 
     def shape(self, kind: str, name: str, key: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        return self._slots[kind, name, key][0][0].shape
+        return self._slots[kind, name][key][0][0].shape
 
 
 class ShardReader:
