@@ -20,7 +20,7 @@ from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
 from mpxla.compat.patching import Patches
 from mpxla.compat.processes import nccl_means_gloo, ranks_told
-from mpxla.compat.settings import Pipeline, trainer_variables
+from mpxla.compat.settings import pipeline_configuration, trainer_variables
 from mpxla.env import read_environment, set_variables
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.log import get_logger
@@ -62,7 +62,7 @@ def run_script(
     """
     variables: dict[str, str] = {}
     if pipeline is not None:
-        configuration = Pipeline.of_options(pipeline).configuration(read_environment().world_size)
+        configuration = pipeline_configuration(pipeline, read_environment().world_size)
         variables = trainer_variables(configuration)
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(script)  # as Python does: scripts look for files beside them

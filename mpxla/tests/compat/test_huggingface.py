@@ -16,7 +16,7 @@ from mpxla.compat.huggingface.batches import cut_batch
 from mpxla.compat.huggingface.refusals import patch_arguments
 from mpxla.compat.huggingface.training import shifts_by_default
 from mpxla.compat.patching import Patches, patched_on_import
-from mpxla.compat.settings import Pipeline, trainer_variables
+from mpxla.compat.settings import pipeline_configuration, trainer_variables
 from mpxla.tests.compat import launching
 from mpxla.tests.ranks.run import run_ranks_unpooled
 
@@ -237,7 +237,7 @@ def test_rows_of_a_batch_that_is_evaluated_keep_their_order():
     ],
 )
 def test_options_make_the_configuration(options, num_processes, expected):
-    found = Pipeline.of_options(options).configuration(num_processes)
+    found = pipeline_configuration(options, num_processes)
     assert (found["partitions"], found["microbatches"], found["ddp"]) == expected
 
 
@@ -267,7 +267,7 @@ def test_options_stand_before_the_script(tmp_path, monkeypatch, capsys):
 def test_further_keys_come_from_text_or_a_file(tmp_path):
     (tmp_path / "keys.json").write_text('{"pipeline": "simple"}')
     for config in ('{"pipeline": "simple"}', str(tmp_path / "keys.json")):
-        found = Pipeline.of_options({"config": config}).configuration(1)
+        found = pipeline_configuration({"config": config}, 1)
         assert found["pipeline"] == "simple" and found["partitions"] == 1
     variables = trainer_variables({"partitions": 2})
     assert json.loads(variables["SM_HP_MP_PARAMETERS"]) == {"partitions": 2}
@@ -286,7 +286,7 @@ def test_further_keys_come_from_text_or_a_file(tmp_path):
 )
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(CompatError, match=message):
-        Pipeline.of_options(options).configuration(4)
+        pipeline_configuration(options, 4)
 
 
 class _Arguments:
