@@ -65,8 +65,7 @@ def cuda_names(devices: DeviceMap) -> Generator[None]:
         views.enter_context(show(torch.amp, View({"GradScaler": GradScaler})))
         forking = View({"fork_rng": randomness.fork}, shared=frozenset(("fork_rng",)))
         views.enter_context(show(torch.random, forking))
-        randomness.start()
-        views.callback(randomness.stop)
+        views.enter_context(randomness)
         yield
 
 

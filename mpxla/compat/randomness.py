@@ -19,17 +19,15 @@ __all__ = ["DeviceRandomness"]
 
 
 class DeviceRandomness:
-    """The generator behind the names, in use from `start` to `stop`."""
+    """The generator behind the names, which steps draw from in its block."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator()
 
-    def start(self) -> None:
-        """Makes steps draw from the generator."""
+    def __enter__(self) -> None:
         use_generator(self._generator)
 
-    def stop(self) -> None:
-        """Steps draw from torch's default generator again."""
+    def __exit__(self, *_: object) -> None:
         use_generator(None)
 
     def functions(self) -> dict[str, Any]:
