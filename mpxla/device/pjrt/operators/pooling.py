@@ -5,7 +5,7 @@ A window is read offset by offset, each as a strided slice of the padded input: 
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from torch._meta_registrations import pooling_output_shape
 
 from mpxla.device.pjrt.operators.arithmetic import quotient
 from mpxla.device.pjrt.table import implements
@@ -26,12 +27,13 @@ def spread(values: Sizes, count: int) -> list[int]:
     return found * (count // len(found))
 
 
-def _count(size: int, window: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """How many windows there are along a dimension."""
-    span = size + 2 * padding - dilation * (window - 1) - 1
-    count = -(-span // stride) + 1 if ceil else span // stride + 1
-    # The last window must start inside the input or its left margin.
-    return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+def backward_of(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Its derivative by the first argument, called with the gradient and then what it is called."""
+
+    def backward(gradient: jax.Array, x: jax.Array, *settings: Any) -> jax.Array:
+        return jax.vjp(lambda v: function(v, *settings), x)[1](gradient)[0]
+
+    return backward
 
 
 class _Windows:
@@ -53,8 +55,8 @@ class _Windows:
         self.stride = spread(stride, rank)
         self.padding = spread(padding, rank)
         self.dilation = spread(dilation, rank)
-        parts = zip(shape, self.window, self.stride, self.padding, self.dilation, strict=True)
-        self.counts = tuple(_count(*part, ceil) for part in parts)
+        parts = zip(shape, self.window, self.padding, self.stride, self.dilation, strict=True)
+        self.counts = tuple(pooling_output_shape(*part, ceil) for part in parts)
 
     def starts(self, dim: int) -> np.ndarray:
         """First places of the windows along a dimension; negative in the margin."""
@@ -168,10 +170,6 @@ def _avg_pool(
     return quotient(total, sizes).astype(x.dtype)
 
 
-def _avg_pool_backward(rank: int, gradient: jax.Array, x: jax.Array, *settings: Any) -> jax.Array:
-    return jax.vjp(lambda v: _avg_pool(rank, v, *settings), x)[1](gradient)[0]
-
-
 def _bounds(size: int, count: int) -> list[tuple[int, int]]:
     """First and last place + 1 of the parts that adaptive pooling cuts a dimension into."""
     return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
@@ -188,8 +186,7 @@ def _adaptive_average(rank: int, x: jax.Array, output_size: Sequence[int]) -> ja
 
 
 def _adaptive_average_backward(rank: int, gradient: jax.Array, x: jax.Array) -> jax.Array:
-    size = gradient.shape[-rank:]
-    return jax.vjp(lambda v: _adaptive_average(rank, v, size), x)[1](gradient)[0]
+    return backward_of(partial(_adaptive_average, rank))(gradient, x, gradient.shape[-rank:])
 
 
 def _adaptive_max(rank: int, x: jax.Array, output_size: Sizes) -> tuple[jax.Array, jax.Array]:
@@ -212,10 +209,10 @@ for _rank in (2, 3):
         ("max_pool{}d_with_indices", _max_pool),
         ("max_pool{}d_with_indices_backward", _max_backward),
         ("avg_pool{}d", _avg_pool),
-        ("avg_pool{}d_backward", _avg_pool_backward),
         ("_adaptive_avg_pool{}d", _adaptive_average),
         ("_adaptive_avg_pool{}d_backward", _adaptive_average_backward),
         ("adaptive_max_pool{}d", _adaptive_max),
         ("adaptive_max_pool{}d_backward", _max_backward),
     ):
         implements(_name.format(_rank))(partial(_function, _rank))
+    implements(f"avg_pool{_rank}d_backward")(backward_of(partial(_avg_pool, _rank)))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpxla.device.pjrt.operators.pooling import backward_of
 from mpxla.device.pjrt.table import implements
 
 
@@ -99,16 +100,7 @@ def _padded(
     return x
 
 
-def _padded_backward(
-    places: Callable[[int, int, int], np.ndarray],
-    gradient: jax.Array,
-    x: jax.Array,
-    padding: Sequence[int],
-) -> jax.Array:
-    return jax.vjp(lambda v: _padded(places, v, padding), x)[1](gradient)[0]
-
-
 for _rank in (1, 2, 3):
     for _name, _places in (("reflection", _mirror), ("replication", _edge)):
-        implements(f"{_name}_pad{_rank}d")(partial(_padded, _places))
-        implements(f"{_name}_pad{_rank}d_backward")(partial(_padded_backward, _places))
+        _pad = implements(f"{_name}_pad{_rank}d")(partial(_padded, _places))
+        implements(f"{_name}_pad{_rank}d_backward")(backward_of(_pad))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._meta_registrations import pooling_output_shape
 
 __all__ = ["POOLINGS"]
 
@@ -31,10 +32,7 @@ def _strided_windows(
     ceil_mode: bool,
     device: torch.device,
 ) -> _Windows:
-    room = size + 2 * padding - dilation * (kernel - 1) - 1
-    count = (math.ceil(room / stride) if ceil_mode else room // stride) + 1
-    if ceil_mode and (count - 1) * stride >= size + padding:
-        count -= 1  # the last window has to start inside
+    count = pooling_output_shape(size, kernel, padding, stride, dilation, ceil_mode)
     starts = torch.arange(count, device=device)[:, None] * stride - padding
     positions = starts + torch.arange(kernel, device=device) * dilation
     return positions, (positions >= 0) & (positions < size)
