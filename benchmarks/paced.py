@@ -144,7 +144,7 @@ class PacedExecutable:
 
 def flops_of(graph: fx.GraphModule, inputs: Sequence[TensorSpec]) -> int:
     """Floating-point operations of a program's products; nothing else counts."""
-    annotate(graph.graph, inputs, graph)
+    annotate(graph, inputs)
     total = 0
     for node in graph.graph.nodes:
         formula = flop_registry.get(getattr(node.target, "overloadpacket", None))

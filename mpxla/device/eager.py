@@ -148,8 +148,8 @@ class EagerBackend(TensorBuffers, Alone):
         self.num_compilations += 1
         if not any(map(is_collective, graph.graph.nodes)):
             return EagerExecutable(name, graph)
-        annotate(graph.graph, inputs, graph)
-        plan = split_graph(graph.graph, _kind_of, graph)
+        annotate(graph, inputs)
+        plan = split_graph(graph, _kind_of)
 
         def compile_piece(title: str, number: int, piece: Piece) -> EagerExecutable:
             return EagerExecutable(name, piece.module)

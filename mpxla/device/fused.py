@@ -57,8 +57,7 @@ class FusedExecutable:
 
 def fuse(
     name: str,
-    graph: fx.Graph,
-    root: torch.nn.Module,
+    module: fx.GraphModule,
     inputs: Sequence[TensorSpec],
     groups: Groups,
     collectives: Mapping[Any, Callable[..., Any]],
@@ -68,8 +67,7 @@ def fuse(
 
     Args:
         name: for messages.
-        graph: functional; every node knows its value (`meta["val"]`).
-        root: holds the constants that the graph reads, if it reads any.
+        module: functional; every node of its graph knows its value (`meta["val"]`).
         inputs: specs of its arguments.
         groups: by the names in the graph.
         collectives: operator -> what a backend's program has for it: (mesh, value, options) ->
@@ -79,6 +77,7 @@ def fuse(
     Returns:
         None where the pieces have to run one by one.
     """
+    graph = module.graph
     members = _the_group(graph, groups, collectives)
     if members is None or not isinstance(members.transport, XlaTransport):
         return None
@@ -98,7 +97,7 @@ def fuse(
         name,
         mesh,
         tuple(Operand(spec.shape, spec.dtype) for spec in inputs),
-        fx.GraphModule(root, copy),
+        fx.GraphModule(module, copy),
         tuple(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in wanted),
     )
     return FusedExecutable(program, results, members.transport, put)

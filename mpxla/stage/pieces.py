@@ -166,19 +166,17 @@ class PieceList:
         return lines
 
 
-def annotate(
-    graph: fx.Graph, inputs: Sequence[TensorSpec], root: torch.nn.Module | None = None
-) -> None:
+def annotate(module: fx.GraphModule, inputs: Sequence[TensorSpec]) -> None:
     """Gives every node without a known value (`meta["val"]`) one on the device `meta`.
 
-    Values that are known may be on any device. The root holds the constants that the graph reads.
+    Values that are known may be on any device.
     """
-    specs = iter(inputs)
+    graph, specs = module.graph, iter(inputs)
     with torch.no_grad():
         for node in graph.nodes:
             spec = next(specs) if node.op == "placeholder" else None
             if node.op != "output" and "val" not in node.meta:
-                node.meta["val"] = _value_of(node, spec, root)
+                node.meta["val"] = _value_of(node, spec, module)
     for node in graph.nodes:  # the dtype of an argument, say, is a constant
         constants = {n: n.meta["val"] for n in node.all_input_nodes if not _holds_tensors(n)}
         if constants:
@@ -195,7 +193,7 @@ def _holds_tensors(node: fx.Node) -> bool:
     )
 
 
-def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module | None) -> Any:
+def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module) -> Any:
     """What a node gives, of tensors without storage; its inputs are known."""
     if spec is not None:
         return spec.without_storage()
@@ -215,16 +213,9 @@ def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module | No
     return target(*args, **kwargs)
 
 
-def split_graph(
-    graph: fx.Graph,
-    kind_of: Callable[[fx.Node], type[Piece]],
-    root: torch.nn.Module | None = None,
-) -> PieceList:
-    """Cuts a functional graph, whose nodes all know their values, into pieces.
-
-    The root holds the constants that the graph reads.
-    """
-    root = root or torch.nn.Module()
+def split_graph(module: fx.GraphModule, kind_of: Callable[[fx.Node], type[Piece]]) -> PieceList:
+    """Cuts a functional graph, whose nodes all know their values, into pieces."""
+    graph = module.graph
     groups = _group(graph, kind_of)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     results: list[fx.Node] = outputs_of(graph)
@@ -239,7 +230,7 @@ def split_graph(
         number.update({node: len(number) + i for i, node in enumerate(draft.given)})
     _await_earlier_turns(drafts)
     return PieceList(
-        tuple(_finish(draft, number, root) for draft in drafts if draft.given),
+        tuple(_finish(draft, number, module) for draft in drafts if draft.given),
         len(placeholders),
         len(number),
         tuple(number[node] for node in results),

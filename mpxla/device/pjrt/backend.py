@@ -152,13 +152,13 @@ class PjrtBackend(Alone):
         host if PyTorch has a kernel there. Collectives run between pieces, or as part of a program
         where the transport runs programs.
         """
-        annotate(graph.graph, inputs, graph)
+        annotate(graph, inputs)
         if not unknown_nodes(graph.graph):
             return self._compile(name, graph, inputs, donated)
         fused = self._fused(name, graph, inputs, groups or {})
         if fused is not None:
             return fused
-        plan = split_graph(graph.graph, functools.partial(_kind_of, name), graph)
+        plan = split_graph(graph, functools.partial(_kind_of, name))
         taken = plan.donated(donated)
 
         def compile_piece(title: str, number: int, piece: Piece) -> Any:
@@ -173,7 +173,7 @@ class PjrtBackend(Alone):
         """The graph as one program of the transport, if that runs programs."""
         if not all(map(is_collective, unknown_nodes(module.graph))):
             return None
-        return fuse(name, module.graph, module, inputs, groups, COLLECTIVES, self.put)
+        return fuse(name, module, inputs, groups, COLLECTIVES, self.put)
 
     def _compile(
         self,

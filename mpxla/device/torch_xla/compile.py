@@ -190,7 +190,7 @@ def compile_graph(
                 return _compile_whole(name, module, inputs, device)
             except Exception as error:  # torch_xla raises anything
                 _recover()
-                annotate(module.graph, inputs, module)  # before, what is known may not be found
+                annotate(module, inputs)  # before, what is known may not be found
                 known = any(map(needs_host, module.graph.nodes))
                 if not known and not _learn(module.graph, device):
                     raise _as_lowering_error(name, error) from error
@@ -211,13 +211,12 @@ def _compile_in_pieces(
 
     Where the transport runs programs with collectives, the graph is one of those.
     """
-    graph = module.graph
-    annotate(graph, inputs, module)
+    annotate(module, inputs)
     put = functools.partial(to_device, device=device)
     # torch_xla has no kernel for the wait of a collective; as a part of the program it needs none.
-    computing = [node for node in graph.nodes if not is_collective(node)]
+    computing = [node for node in module.graph.nodes if not is_collective(node)]
     if is_host_device() and not any(map(needs_host, computing)):
-        fused = fuse(name, graph, module, inputs, groups, COLLECTIVES, put)
+        fused = fuse(name, module, inputs, groups, COLLECTIVES, put)
         if fused is not None:
             return fused
 
@@ -227,11 +226,11 @@ def _compile_in_pieces(
 
     while True:
         try:
-            plan = split_graph(graph, _kind_of, module)
+            plan = split_graph(module, _kind_of)
             return in_pieces(name, plan, compile_piece, groups, host_view, put)
         except Exception as error:  # torch_xla raises anything
             _recover()
-            if not _learn(graph, device):
+            if not _learn(module.graph, device):
                 raise _as_lowering_error(name, error) from error
 
 

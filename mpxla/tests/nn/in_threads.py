@@ -98,9 +98,9 @@ def lower(
 
 def cut_in_pieces(module: fx.GraphModule, inputs: Sequence[Any]) -> PieceList:
     """A program of a stage in compute and collective pieces."""
-    annotate(module.graph, inputs, module)
+    annotate(module, inputs)
     kind_of = lambda n: CollectivePiece if is_collective(n) else ComputePiece  # noqa: E731
-    return split_graph(module.graph, kind_of, module)
+    return split_graph(module, kind_of)
 
 
 class _Eager:

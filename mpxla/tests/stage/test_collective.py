@@ -28,9 +28,9 @@ def kind_of(node):
 def plan_of(function, num_inputs=1):
     """Cut as backends do; traced without values, since PyTorch would look for a process group."""
     inputs = [torch.empty(4, 4, device="meta") for _ in range(num_inputs)]
-    graph = make_fx(function)(*inputs).graph
-    annotate(graph, [SQUARE] * num_inputs)
-    return split_graph(graph, kind_of)
+    module = make_fx(function)(*inputs)
+    annotate(module, [SQUARE] * num_inputs)
+    return split_graph(module, kind_of)
 
 
 def runners_of(piece, size):

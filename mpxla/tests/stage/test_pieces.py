@@ -30,7 +30,7 @@ def kind_of(node: fx.Node) -> type[Piece]:
 
 
 def traced(function, num_inputs=1):
-    return make_fx(function)(*(torch.rand(4, 4) for _ in range(num_inputs))).graph
+    return make_fx(function)(*(torch.rand(4, 4) for _ in range(num_inputs)))
 
 
 def run(plan: PieceList, *arguments):
@@ -168,11 +168,11 @@ def test_dtypes_of_arguments_become_constants():
     def function(x):
         return [aten.digamma.default(x) + x.exp().to(x.dtype)]
 
-    graph = fx.symbolic_trace(function).graph
-    annotate(graph, [SQUARE])
-    assert not any(node.target is getattr for node in graph.nodes)
+    module = fx.symbolic_trace(function)
+    annotate(module, [SQUARE])
+    assert not any(node.target is getattr for node in module.graph.nodes)
     x = torch.rand(4, 4)
-    torch.testing.assert_close(run(split_graph(graph, kind_of), x), function(x))
+    torch.testing.assert_close(run(split_graph(module, kind_of), x), function(x))
 
 
 def test_constants_of_the_graph_go_where_they_are_read():
@@ -182,8 +182,8 @@ def test_constants_of_the_graph_go_where_they_are_read():
         return [aten.add.Tensor(aten.digamma.default(aten.add.Tensor(x, table)), table)]
 
     module = fx.symbolic_trace(function)
-    annotate(module.graph, [SQUARE], module)
-    plan = split_graph(module.graph, kind_of, module)
+    annotate(module, [SQUARE])
+    plan = split_graph(module, kind_of)
     assert [len(piece.inputs) for piece in plan.pieces] == [1, 1, 1]
     x = torch.rand(4, 4)
     torch.testing.assert_close(run(plan, x), function(x))

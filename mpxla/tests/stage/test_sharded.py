@@ -123,8 +123,8 @@ def pieces_of(lowered):
     backward = lowered.backward.flat(lowered.backward_inputs, torch.device("cpu"))
     inputs = lowered.forward_inputs, lowered.backward_inputs
     for module, specs in zip((lowered.forward, backward), inputs, strict=True):
-        annotate(module.graph, specs, module)
-        yield split_graph(module.graph, kind_of, module)
+        annotate(module, specs)
+        yield split_graph(module, kind_of)
 
 
 def gathered_by(piece):
@@ -293,8 +293,8 @@ def test_both_parts_of_a_split_backward_gather():
     assert not sizes & {torch.Size(s.shape).numel() for s in split.crossing}
     turns = []
     for part in (split.input_part, split.weight_part):
-        annotate(part.graph.graph, part.inputs, part.graph)
-        pieces = split_graph(part.graph.graph, kind_of, part.graph).pieces
+        annotate(part.graph, part.inputs)
+        pieces = split_graph(part.graph, kind_of).pieces
         turns.append([set(scattered_by(piece)) for piece in pieces if scattered_by(piece)])
     assert turns[0] == [] and set().union(*turns[1]) == {0, 1}
 

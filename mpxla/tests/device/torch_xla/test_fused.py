@@ -32,16 +32,16 @@ def graph_of(*targets, results=1):
     for target, *args in targets:
         value = graph.call_function(target, (value, *args))
     graph.output((value,) * results + (other,))
-    annotate(graph, [SPEC, SPEC])
-    return graph
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    annotate(module, [SPEC, SPEC])
+    return module
 
 
 def fused(graph, transport=None):
     transport = transport or object.__new__(XlaTransport)
     groups = {"group": Members((1, 3), transport)}
-    root = torch.nn.Module()
     specs = [SPEC, SPEC]
-    return fuse("stage 1 forward", graph, root, specs, groups, COLLECTIVES, list)
+    return fuse("stage 1 forward", graph, specs, groups, COLLECTIVES, list)
 
 
 SUM = (c10d.all_reduce.default, "sum", "group")
