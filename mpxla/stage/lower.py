@@ -41,13 +41,7 @@ from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
 from mpxla.stage.parts import drawing_own_part
 from mpxla.stage.recompute import partition_joint
-from mpxla.stage.saved_values import (
-    SavedValue,
-    drop_unread,
-    rebuild_views,
-    route_saved,
-    set_outputs,
-)
+from mpxla.stage.saved_values import SavedValue, route_saved, set_outputs
 from mpxla.stage.spec import StageSpec, TensorSpec
 
 __all__ = ["LoweredStage", "TracedStage"]
@@ -252,13 +246,10 @@ def _lower_joint(
 ) -> LoweredStage:
     differentiated = _differentiated_inputs(spec)
     trained, others = differentiated[: len(spec.trained)], differentiated[len(spec.trained) :]
-    num_outputs = spec.num_plain + spec.num_objectives
-    forward, backward = cut(num_outputs)
+    forward, backward = cut(spec.num_plain + spec.num_objectives)
     lowering.expand(forward)
     lowering.expand(backward)
-    drop_unread(forward, backward, num_outputs)
-    rebuild_views(forward, backward, num_outputs)
-    saved, saved_nodes = route_saved(forward, spec.num_plain, spec.num_objectives)
+    saved, saved_nodes = route_saved(forward, backward, spec.num_plain, spec.num_objectives)
     saved_specs = tuple(TensorSpec.of(n.meta["val"]) for n in saved_nodes)
     accumulators = [accumulator_spec(inputs[i]) for i in trained]
     weights: tuple[int, ...] = ()

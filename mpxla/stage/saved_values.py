@@ -14,7 +14,7 @@ from torch import fx
 from mpxla.graph.typed import input_of, outputs_of
 from mpxla.stage.cleanup import is_view
 
-__all__ = ["SavedValue", "drop_unread", "rebuild_views", "route_saved", "set_outputs"]
+__all__ = ["SavedValue", "route_saved", "set_outputs"]
 
 
 _T = TypeVar("_T")
@@ -47,69 +47,54 @@ def set_outputs(module: fx.GraphModule, values: Sequence[fx.Node]) -> None:
     module.recompile()
 
 
-def drop_unread(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-    """Saves nothing that the backward does not read.
-
-    The derivative of a convolution by its weight alone does not read the weight, and says so only
-    when it is written with other operators.
-    """
-    values = outputs_of(forward.graph)
-    saved, read = values[num_outputs:], []
-    holders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
-    for node, holder in zip(saved, holders, strict=True):
-        if holder.users:
-            read.append(node)
-        else:
-            backward.graph.erase_node(holder)
-    set_outputs(forward, [*values[:num_outputs], *read])
-    backward.recompile()
-
-
-def rebuild_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-    """Saves the argument of a view (a transposed weight, say) in place of the view.
-
-    As an output the view would be a copy for every microbatch; in the backward it costs nothing.
-    """
-    values = outputs_of(forward.graph)
-    saved = values[num_outputs:]
-    holders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
-    for position, (node, holder) in enumerate(zip(saved, holders, strict=True)):
-        chain = []
-        while is_view(node):
-            chain.append(node)
-            node = input_of(node)
-        if not chain or node.op != "placeholder":
-            continue
-        saved[position] = node
-        users, rebuilt = list(holder.users), holder
-        first = next(n for n in backward.graph.nodes if n.op != "placeholder")
-        with backward.graph.inserting_before(first):
-            for view in reversed(chain):
-                rebuilt = backward.graph.call_function(
-                    view.target, (rebuilt, *view.args[1:]), dict(view.kwargs)
-                )
-                rebuilt.meta = dict(view.meta)
-        holder.meta = dict(node.meta)
-        for user in users:
-            user.replace_input_with(holder, rebuilt)
-    set_outputs(forward, [*values[:num_outputs], *saved])
-    backward.graph.lint()
-    backward.recompile()
-
-
 def route_saved(
-    forward: fx.GraphModule, num_plain: int, num_objectives: int
+    forward: fx.GraphModule, backward: fx.GraphModule, num_plain: int, num_objectives: int
 ) -> tuple[tuple[SavedValue, ...], list[fx.Node]]:
-    """Drops objectives and repeated or passed-on values from the forward's outputs."""
+    """Makes the forward save what the backward reads and has no other way to, each value once.
+
+    Not all that is handed over is read: the derivative of a convolution by its weight alone does
+    not read the weight, and says so only when it is written with other operators. Objectives are
+    no longer among the outputs.
+    """
     arguments = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
     values = outputs_of(forward.graph)
-    plain, saved = values[:num_plain], values[num_plain + num_objectives :]
+    saved = values[num_plain + num_objectives :]
+    holders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
     routes: list[SavedValue] = []
     unique: dict[fx.Node, int] = {}
-    for node in saved:
+    for value, holder in zip(saved, holders, strict=True):
+        if not holder.users:
+            backward.graph.erase_node(holder)
+            continue
+        node = _without_views(value, holder)
         if node in arguments:
             routes.append(SavedValue(argument=arguments[node]))
         else:
             routes.append(SavedValue(output=unique.setdefault(node, len(unique))))
-    set_outputs(forward, [*plain, *unique])
+    set_outputs(forward, [*values[:num_plain], *unique])
+    backward.graph.lint()
+    backward.recompile()
     return tuple(routes), list(unique)
+
+
+def _without_views(value: fx.Node, holder: fx.Node) -> fx.Node:
+    """The argument that a value is a view of (a transposed weight, say); else the value.
+
+    As an output the view would be a copy for every microbatch; made by the backward, from what it
+    holds then, it costs nothing.
+    """
+    source, chain = value, []
+    while is_view(source):
+        chain.append(source)
+        source = input_of(source)
+    if not chain or source.op != "placeholder":
+        return value
+    users, rebuilt, graph = list(holder.users), holder, holder.graph
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        for view in reversed(chain):
+            rebuilt = graph.call_function(view.target, (rebuilt, *view.args[1:]), dict(view.kwargs))
+            rebuilt.meta = dict(view.meta)
+    holder.meta = dict(source.meta)
+    for user in users:
+        user.replace_input_with(holder, rebuilt)
+    return source
