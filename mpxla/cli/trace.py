@@ -82,7 +82,7 @@ def where_time_went(group: Sequence[Mapping[str, Any]], number: int) -> str:
         ("rank", "compute", "dispatch", "transfer", "waiting", "rest", "waited for")
     ]
     for rank, step in zip(group, steps, strict=True):
-        spent = _spent(step)
+        spent = _Spent(step)
         waited: dict[int, float] = {}
         for stage, seconds in spent.waits.items():
             peer = group[placement[stage]]["rank"]
@@ -99,24 +99,19 @@ def where_time_went(group: Sequence[Mapping[str, Any]], number: int) -> str:
 class _Spent:
     """Seconds of one rank in one step, by what they were spent on."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Mapping[str, Any]) -> None:
         self.compute = self.dispatch = self.transfer = 0.0
         self.waits: dict[int, float] = {}
-
-
-def _spent(step: Mapping[str, Any]) -> _Spent:
-    spent = _Spent()
-    for action in step["actions"]:
-        waited = 0.0
-        for wait in action["waits"]:
-            stage, start, arrived = wait["peer"], wait["begin"], wait["arrived"]
-            spent.waits[stage] = spent.waits.get(stage, 0.0) + arrived - start
-            spent.transfer += wait["end"] - arrived
-            waited += wait["end"] - start
-        op = parse_action(action["action"]).op
-        if op.is_compute:
-            spent.dispatch += action["dispatched"] - action["begin"] - waited
-            spent.compute += action["end"] - action["dispatched"]
-        elif op.is_transfer:
-            spent.transfer += action["end"] - action["begin"]
-    return spent
+        for action in step["actions"]:
+            waited = 0.0
+            for wait in action["waits"]:
+                stage, start, arrived = wait["peer"], wait["begin"], wait["arrived"]
+                self.waits[stage] = self.waits.get(stage, 0.0) + arrived - start
+                self.transfer += wait["end"] - arrived
+                waited += wait["end"] - start
+            op = parse_action(action["action"]).op
+            if op.is_compute:
+                self.dispatch += action["dispatched"] - action["begin"] - waited
+                self.compute += action["end"] - action["dispatched"]
+            elif op.is_transfer:
+                self.transfer += action["end"] - action["begin"]
