@@ -14,7 +14,7 @@ from mpxla.schedule.action import Action
 from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.schedule.copies import add_copies
 from mpxla.schedule.dataflow import Edge
-from mpxla.schedule.generate import generate
+from mpxla.schedule.generate import SCHEDULES, generate
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.placement import V_SHAPED, place_stages
 from mpxla.schedule.simulate import Costs, simulate
@@ -75,13 +75,7 @@ def candidates(
     num_ranks: int,
     microbatch_counts: Iterable[int],
     stages_per_rank: Iterable[int] = (1, 2),
-    pipelines: Sequence[str] = (
-        "simple",
-        "interleaved",
-        "eager_1f1b",
-        "zero_bubble",
-        "zero_bubble_v",
-    ),
+    pipelines: Iterable[str] = SCHEDULES,
 ) -> list[Candidate]:
     """All sensible combinations, with several limits of microbatches in flight each.
 

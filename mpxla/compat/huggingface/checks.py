@@ -8,7 +8,6 @@ made-up outputs of the model: this costs no call of the model and depends on not
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,6 +23,7 @@ from mpxla.compat.huggingface.metrics import (
     loss_of,
     shadow_of,
 )
+from mpxla.stage.spec import TensorSpec
 from mpxla.user_lines import at_script_line
 
 __all__ = ["check_loss", "joined", "note_outputs"]
@@ -36,21 +36,10 @@ _TOLERANCE = {"rel_tol": 1e-3, "abs_tol": 1e-5}
 """Some losses compute in float32, whatever they get."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def note_outputs(trainer: Any, outputs: list[Any]) -> None:
     """Keeps what a captured `compute_loss` has got from the model: shapes and dtypes."""
-
-    def kind(value: Any) -> Any:
-        is_tensor = isinstance(value, torch.Tensor)
-        return _Kind(tuple(value.shape), value.dtype) if is_tensor else value
-
     if not _TRIED.get(trainer):
-        _KINDS[trainer] = pytree.tree_map(kind, outputs)
+        _KINDS[trainer] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, outputs)
 
 
 def check_loss(trainer: Any, batch: Batch, num_items: Any) -> str | None:
@@ -131,7 +120,7 @@ def _losses(
 
 def _made_up(kind: Any, generator: torch.Generator, dtype: torch.dtype | None) -> Any:
     """Values that are probabilities, embeddings or scores as well."""
-    if not isinstance(kind, _Kind):
+    if not isinstance(kind, TensorSpec):
         return kind
     if kind.dtype.is_floating_point:
         return torch.rand(kind.shape, generator=generator, dtype=dtype or kind.dtype)
