@@ -128,7 +128,8 @@ class FailureWatch:
         self._telling = threading.RLock()  # held by a thread that fails a handle, see `fail`
         self._stall_warning_s = stall_warning_s
         self._settle_s = settle_s
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
+        """The first one of any rank."""
         self._left: dict[int, float] = {}
         self._callbacks: list[Callable[[Failure], Any]] = []
         self._owner = threading.current_thread()
@@ -145,15 +146,10 @@ class FailureWatch:
         self.is_closing = False
         """Whether this process is breaking its own connections."""
 
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure of any rank, or None."""
-        return self._failure
-
     def told_failure(self) -> Failure | None:
         """`failure`, after all ranks have been told of what a handle of this one has failed by."""
         with self._telling:
-            return self._failure
+            return self.failure
 
     def has_left(self, rank: int) -> bool:
         """Returns whether a rank has ended in order."""
@@ -165,7 +161,7 @@ class FailureWatch:
         Called at once if there is a failure already.
         """
         with self.changed:
-            failure = self._failure
+            failure = self.failure
             if failure is None:
                 self._callbacks.append(callback)
         if failure is not None:
@@ -173,7 +169,7 @@ class FailureWatch:
 
     def check(self) -> None:
         """Raises PeerFailure if any rank has failed. Cheap: for loops that wait for nothing."""
-        if self._failure is not None:
+        if self.failure is not None:
             raise self._peer_failure(None)
 
     def report(self, where: str, error: BaseException) -> None:
@@ -187,7 +183,7 @@ class FailureWatch:
         text = f"rank {self.rank} raised {type(error).__name__}{place}: {error}"
         if len(text) > _MAX_ERROR_CHARS:
             text = f"{text[:_MAX_ERROR_CHARS]} ... ({len(text)} characters)"
-        if self._failure is None:
+        if self.failure is None:
             self._spread(Failure(self.rank, text))
 
     def fail(self, handle: Handle[Any], where: str, error: BaseException) -> None:
@@ -211,14 +207,14 @@ class FailureWatch:
             The error to raise, naming the rank that failed or left.
         """
         others = [peer for peer in peers if peer != self.rank]
-        if self.is_closing and self._failure is None:
+        if self.is_closing and self.failure is None:
             return PeerFailure(f"rank {self.rank} shut mpxla down during {what}.")
         with self.changed:
             self.changed.wait_for(
-                lambda: self._failure is not None or any(peer in self._left for peer in others),
+                lambda: self.failure is not None or any(peer in self._left for peer in others),
                 timeout=2.0,
             )
-            if self._failure is not None:
+            if self.failure is not None:
                 return self._peer_failure(what)
             for peer in others:
                 if peer in self._left:
@@ -267,7 +263,7 @@ class FailureWatch:
         with self.changed:
             while not handle.done():
                 now = time.monotonic()
-                if self._failure is not None:
+                if self.failure is not None:
                     raise self._peer_failure(handle.what)
                 # When, and because of whom, the wait has no hope left.
                 left = [
@@ -310,15 +306,15 @@ class FailureWatch:
     def notice(self, error: BaseException) -> None:
         """Notes that an error reaches the caller, so that the process need not be ended for it."""
         is_owner = threading.current_thread() is self._owner
-        if is_owner and self._failure is not None and isinstance(error, PeerFailure):
+        if is_owner and self.failure is not None and isinstance(error, PeerFailure):
             self.noticed.set()
 
     def set_failure(self, failure: Failure) -> None:
         """Takes in the news that a rank failed; the first stays."""
         with self.changed:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = failure
+            self.failure = failure
             callbacks, self._callbacks = self._callbacks, []
             self.changed.notify_all()
         for callback in callbacks:
@@ -335,14 +331,14 @@ class FailureWatch:
         self.set_failure(failure)
 
     def _peer_failure(self, what: str | None) -> PeerFailure:
-        assert self._failure is not None
+        assert self.failure is not None
         waited = f" (rank {self.rank} was waiting {self._words(what)})" if what else ""
         error = PeerFailure(
-            f"{self._failure.text}{waited}. Look at the output of rank {self._failure.rank} for "
+            f"{self.failure.text}{waited}. Look at the output of rank {self.failure.rank} for "
             f"the cause."
         )
-        if self._failure.text.startswith(f"rank {self._failure.rank} raised "):
-            error.raised_by = self._failure.rank
+        if self.failure.text.startswith(f"rank {self.failure.rank} raised "):
+            error.raised_by = self.failure.rank
         self.notice(error)
         return error
 

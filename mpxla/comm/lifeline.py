@@ -136,7 +136,7 @@ class Lifeline(FailureWatch):
         if self.told_failure() is None:
             self._take_leave()
         self._release(linger_s)
-        if self._failure is None:
+        if self.failure is None:
             atexit.unregister(self._end_even_if_stuck)
         elif self._is_abandoned and not self.noticed.is_set():
             self.check()
@@ -147,7 +147,7 @@ class Lifeline(FailureWatch):
         self._tell(encode(type="bye"))
         with self.changed:
             self.changed.wait_for(
-                lambda: self.rank in self._left or self._is_cut or self._failure is not None,
+                lambda: self.rank in self._left or self._is_cut or self.failure is not None,
                 timeout_s,
             )
 
@@ -156,7 +156,7 @@ class Lifeline(FailureWatch):
         if self._pulse is not None:
             self._pulse.stop()
         if self._server is not None:
-            self._server.stop(0.0 if self._failure is not None else linger_s)
+            self._server.stop(0.0 if self.failure is not None else linger_s)
             if self._server.stall is not None:
                 self._is_abandoned = True
                 self.set_failure(self._server.stall)
@@ -212,7 +212,7 @@ class Lifeline(FailureWatch):
 
     def _await_others(self, timeout_s: float) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self._is_ready or self._failure is not None, timeout_s)
+            self.changed.wait_for(lambda: self._is_ready or self.failure is not None, timeout_s)
         self.check()
         if not self._is_ready:
             raise PeerFailure(
@@ -234,7 +234,7 @@ class Lifeline(FailureWatch):
                     f"every host",
                 )
             )
-        if not self._closed.is_set() and not self.has_left(0) and self._failure is None:
+        if not self._closed.is_set() and not self.has_left(0) and self.failure is None:
             self.set_failure(
                 Failure(0, "rank 0 died: its process ended without a report (lifeline lost)")
             )
@@ -276,7 +276,7 @@ class Lifeline(FailureWatch):
             self.set_failure(failure)
             return
         with self.changed:
-            self.changed.wait_for(lambda: self._failure is not None, _ECHO_TIMEOUT_S)
+            self.changed.wait_for(lambda: self.failure is not None, _ECHO_TIMEOUT_S)
         self.set_failure(failure)
 
     def _tell(self, data: bytes) -> bool:
@@ -314,7 +314,7 @@ class Lifeline(FailureWatch):
 
     def _end_even_if_stuck(self) -> None:
         """At exit after a failure: destructors may wait for peers that are gone."""
-        if self._failure is not None and os.getpid() == self._pid:
+        if self.failure is not None and os.getpid() == self._pid:
             faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=2)
 
     def close_in_child(self) -> None:

@@ -41,10 +41,7 @@ class TorchXlaBackend(TensorBuffers):
         """Whether the device is the processor itself."""
         return tensors.is_host_device()
 
-    @property
-    def has_doubles(self) -> bool:
-        """Accelerators compute in float32 at most."""
-        return tensors.is_host_device()
+    has_doubles = is_host  # accelerators compute in float32 at most
 
     @functools.cached_property
     def device(self) -> torch.device:
