@@ -147,7 +147,6 @@ class _Jax(NamedTuple):
 
     xla: Any
     client: Any
-    ir: Any
     make_ir_context: Any
 
 
@@ -157,7 +156,6 @@ def _import_jax() -> tuple[Any, str | None]:
         return _Jax(
             importlib.import_module("jaxlib._jax"),
             importlib.import_module("jaxlib.xla_client"),
-            importlib.import_module("jaxlib.mlir.ir"),
             importlib.import_module("jax.interpreters.mlir").make_ir_context,
         ), None
     except (ImportError, AttributeError) as error:

@@ -52,11 +52,8 @@ class CpuRunner(CpuWorld):
         )
         with self.jax.make_ir_context():
             module = self.jax.xla.mlir.deserialize_portable_artifact(lowered.artifact)
-            executable = self.client.compile_and_load(
-                self.jax.ir.Module.parse(module) if isinstance(module, (str, bytes)) else module,
-                self.jax.client.DeviceList((self.device,)),
-                options,
-            )
+            devices = self.jax.client.DeviceList((self.device,))
+            executable = self.client.compile_and_load(module, devices, options)
         return lowered._replace(artifact=executable)
 
     def execute(
