@@ -25,10 +25,6 @@ def product(left: jax.Array, right: jax.Array) -> jax.Array:
 implements("mm", "bmm", "mv")(product)
 
 
-implements("dot")(lambda left, right: jnp.sum(left * right))
-implements("vdot")(lambda left, right: jnp.sum(jnp.conj(left) * right))
-
-
 def _sum(start: jax.Array, added: jax.Array, beta: Any, alpha: Any) -> jax.Array:
     """beta start + alpha added, rounded once; with beta 0, NaN in `start` does not count."""
     start, added = promote(start, added)
