@@ -153,11 +153,13 @@ class PjrtBackend(Alone):
         where the transport runs programs.
         """
         annotate(graph, inputs)
-        if not unknown_nodes(graph.graph):
+        unknown = unknown_nodes(graph.graph)
+        if not unknown:
             return self._compile(name, graph, inputs, donated)
-        fused = self._fused(name, graph, inputs, groups or {})
-        if fused is not None:
-            return fused
+        if all(map(is_collective, unknown)):
+            fused = fuse(name, graph, inputs, groups or {}, COLLECTIVES, self.put)
+            if fused is not None:
+                return fused
         plan = split_graph(graph, functools.partial(_kind_of, name))
         taken = plan.donated(donated)
 
@@ -166,14 +168,6 @@ class PjrtBackend(Alone):
 
         put_own = functools.partial(self.put, owned=True)
         return in_pieces(name, plan, compile_piece, groups or {}, self.view, self.put, put_own)
-
-    def _fused(
-        self, name: str, module: fx.GraphModule, inputs: Sequence[TensorSpec], groups: Groups
-    ) -> FusedExecutable | None:
-        """The graph as one program of the transport, if that runs programs."""
-        if not all(map(is_collective, unknown_nodes(module.graph))):
-            return None
-        return fuse(name, module, inputs, groups, COLLECTIVES, self.put)
 
     def _compile(
         self,

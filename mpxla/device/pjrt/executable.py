@@ -125,7 +125,18 @@ def compile_flat(
 
     def compile_() -> jax.stages.Compiled:
         program = _program(name, module, wanted, key_kind if is_random else None)
-        return _compiled(name, program, kinds, donors, device)
+        there = jax.sharding.SingleDeviceSharding(device)
+        specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=there) for shape, dtype in kinds]
+        try:
+            lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
+            with explained(f"{name} was compiled", device):
+                return compile_lowered(lowered, device.platform)
+        except MpxlaError:
+            raise
+        except Exception as error:  # XLA raises anything
+            raise LoweringError(
+                f"{name} cannot be compiled by XLA: {type(error).__name__}: {error}"
+            ) from error
 
     with _products_as_torch(device.platform):
         settings = repr((kinds, donors, wanted, key_kind))
@@ -158,28 +169,6 @@ def _program(
         return [found[i] for i in wanted]
 
     return program
-
-
-def _compiled(
-    name: str,
-    program: Callable[..., list[Any]],
-    kinds: Sequence[tuple[tuple[int, ...], Any]],
-    donors: tuple[int, ...],
-    device: Device,
-) -> jax.stages.Compiled:
-    there = jax.sharding.SingleDeviceSharding(device)
-    specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=there) for shape, dtype in kinds]
-    try:
-        lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
-        with explained(f"{name} was compiled", device):
-            compiled = compile_lowered(lowered, device.platform)
-    except MpxlaError:
-        raise
-    except Exception as error:  # XLA raises anything
-        raise LoweringError(
-            f"{name} cannot be compiled by XLA: {type(error).__name__}: {error}"
-        ) from error
-    return compiled
 
 
 def _products_as_torch(platform: str) -> AbstractContextManager[Any]:
