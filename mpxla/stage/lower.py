@@ -17,7 +17,6 @@ This module must not know about ranks, schedules or how graphs are executed.
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Container, Generator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -124,12 +123,69 @@ class TracedStage:
 
     def lowered(self, share: float = 1.0) -> LoweredStage:
         """The two graphs of the stage; how much is kept for the backward: see `partition_joint`."""
+        with _named(self._spec):
+            return self._lower_alone() if self._joint is None else self._lower(self._joint, share)
+
+    def _lower_alone(self) -> LoweredStage:
         spec, inputs, lowering = self._spec, self._inputs, self._lowering
-        with _named(spec):
-            if self._joint is None:
-                return _lower_forward_only(spec, inputs, lowering)
-            cut = functools.partial(partition_joint, self._joint, share=share, again=self._again)
-            return _lower_joint(spec, inputs, cut, lowering, self._for_speed)
+        graph = simplify(trace_alone(_stage_function(spec, lowering), inputs, lowering))
+        set_outputs(graph, outputs_of(graph.graph)[: spec.num_plain])
+        lowering.expand(graph)
+        return LoweredStage(spec, graph, inputs)
+
+    def _lower(self, joint: fx.GraphModule, share: float) -> LoweredStage:
+        spec, inputs, lowering = self._spec, self._inputs, self._lowering
+        differentiated = _differentiated_inputs(spec)
+        trained, others = differentiated[: len(spec.trained)], differentiated[len(spec.trained) :]
+        num_outputs = spec.num_plain + spec.num_objectives
+        forward, backward = partition_joint(joint, num_outputs, share, self._again)
+        lowering.expand(forward)
+        lowering.expand(backward)
+        saved, saved_nodes = route_saved(forward, backward, spec.num_plain, spec.num_objectives)
+        saved_specs = tuple(TensorSpec.of(n.meta["val"]) for n in saved_nodes)
+        accumulators = [accumulator_spec(inputs[i]) for i in trained]
+        weights: tuple[int, ...] = ()
+        gradients: tuple[int, ...] = ()
+        if self._for_speed and lowering.lays_out_weights:
+            fixed = [i for i, name in enumerate(spec.parameters) if name not in spec.new_buffers]
+            weights = transpose_weights(forward, fixed)
+            gradients = transpose_gradients(backward, trained)
+            for position in gradients:
+                accumulators[position] = transposed(accumulators[position])
+        grad_ports = tuple(
+            (i, stage) for i, port in enumerate(spec.outputs) for stage in port.grad_sources
+        )
+        tangents = backward.graph.find_nodes(op="placeholder")[len(saved) :]
+        objectives = tangents[len(tangents) - spec.num_objectives :]
+        objective_specs = tuple(TensorSpec.of(node.meta["val"]) for node in objectives)
+        is_double = any(objective.dtype == torch.float64 for objective in objective_specs)
+        return LoweredStage(
+            spec=spec,
+            forward=forward,
+            forward_inputs=(*inputs, *(transposed(inputs[index]) for index in weights)),
+            num_saved=len(saved_nodes),
+            saved=saved,
+            saved_specs=saved_specs,
+            backward=AccumulatingBackward(
+                backward,
+                num_accumulators=len(accumulators),
+                num_saved=len(saved),
+                port_of_grad=tuple(port for port, _ in grad_ports),
+                objective_specs=objective_specs,
+                input_specs=tuple(inputs[i] for i in others),
+                gradients=tuple(differentiated),
+                disguises_sums=lowering.disguises_sums,
+            ),
+            backward_inputs=(
+                *accumulators,
+                *(s.among(inputs, saved_specs) for s in saved),
+                *(spec.outputs[i].spec for i, _ in grad_ports),
+                TensorSpec((), torch.float64 if is_double else torch.float32),  # the seed
+            ),
+            grad_ports=grad_ports,
+            transposed_weights=weights,
+            transposed_gradients=gradients,
+        )
 
 
 @contextlib.contextmanager
@@ -226,71 +282,3 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")
             }
     return made
-
-
-def _lower_forward_only(
-    spec: StageSpec, inputs: tuple[TensorSpec, ...], lowering: Lowering
-) -> LoweredStage:
-    graph = simplify(trace_alone(_stage_function(spec, lowering), inputs, lowering))
-    set_outputs(graph, outputs_of(graph.graph)[: spec.num_plain])
-    lowering.expand(graph)
-    return LoweredStage(spec, graph, inputs)
-
-
-def _lower_joint(
-    spec: StageSpec,
-    inputs: tuple[TensorSpec, ...],
-    cut: Callable[[int], tuple[fx.GraphModule, fx.GraphModule]],
-    lowering: Lowering,
-    for_speed: bool,
-) -> LoweredStage:
-    differentiated = _differentiated_inputs(spec)
-    trained, others = differentiated[: len(spec.trained)], differentiated[len(spec.trained) :]
-    forward, backward = cut(spec.num_plain + spec.num_objectives)
-    lowering.expand(forward)
-    lowering.expand(backward)
-    saved, saved_nodes = route_saved(forward, backward, spec.num_plain, spec.num_objectives)
-    saved_specs = tuple(TensorSpec.of(n.meta["val"]) for n in saved_nodes)
-    accumulators = [accumulator_spec(inputs[i]) for i in trained]
-    weights: tuple[int, ...] = ()
-    gradients: tuple[int, ...] = ()
-    if for_speed and lowering.lays_out_weights:
-        fixed = [i for i, name in enumerate(spec.parameters) if name not in spec.new_buffers]
-        weights = transpose_weights(forward, fixed)
-        gradients = transpose_gradients(backward, trained)
-        for position in gradients:
-            accumulators[position] = transposed(accumulators[position])
-    grad_ports = tuple(
-        (i, stage) for i, port in enumerate(spec.outputs) for stage in port.grad_sources
-    )
-    tangents = backward.graph.find_nodes(op="placeholder")[len(saved) :]
-    objectives = tangents[len(tangents) - spec.num_objectives :]
-    objective_specs = tuple(TensorSpec.of(node.meta["val"]) for node in objectives)
-    is_double = any(objective.dtype == torch.float64 for objective in objective_specs)
-    return LoweredStage(
-        spec=spec,
-        forward=forward,
-        forward_inputs=(*inputs, *(transposed(inputs[index]) for index in weights)),
-        num_saved=len(saved_nodes),
-        saved=saved,
-        saved_specs=saved_specs,
-        backward=AccumulatingBackward(
-            backward,
-            num_accumulators=len(accumulators),
-            num_saved=len(saved),
-            port_of_grad=tuple(port for port, _ in grad_ports),
-            objective_specs=objective_specs,
-            input_specs=tuple(inputs[i] for i in others),
-            gradients=tuple(differentiated),
-            disguises_sums=lowering.disguises_sums,
-        ),
-        backward_inputs=(
-            *accumulators,
-            *(s.among(inputs, saved_specs) for s in saved),
-            *(spec.outputs[i].spec for i, _ in grad_ports),
-            TensorSpec((), torch.float64 if is_double else torch.float32),  # the seed
-        ),
-        grad_ports=grad_ports,
-        transposed_weights=weights,
-        transposed_gradients=gradients,
-    )
