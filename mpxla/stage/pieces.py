@@ -266,16 +266,20 @@ def _group(
         turns.advance(placed)
         departures.advance(placed)
         allowed = [n for n in remaining if turns.allows(n) and departures.allows(n)]
-        choices = [_ready(allowed, kinds, kind, placed) for kind in order]
-        if not any(nodes for _, nodes in choices):
+        for kind in order:
+            # Those that need nothing but what is placed, and each other. The kind that has just run
+            # has none left: kinds alternate.
+            ready: dict[fx.Node, None] = {}
+            for node in (n for n in allowed if kinds[n] is kind):
+                if all(s in placed or s in ready for s in node.all_input_nodes):
+                    ready[node] = None
+            if ready:
+                groups.append((kind, list(ready)))
+                placed.update(ready)
+                remaining = [node for node in remaining if node not in ready]
+                break
+        else:
             turns.skip()  # something reads what two turns bring
-            continue
-        kind, nodes = next(choice for choice in choices if choice[1])
-        # The kind that has just run has nothing left that is ready: kinds alternate.
-        groups.append((kind, nodes))
-        placed.update(nodes)
-        taken = set(nodes)
-        remaining = [node for node in remaining if node not in taken]
     return groups
 
 
@@ -390,20 +394,6 @@ def _await_earlier_turns(drafts: Sequence["_Draft"]) -> None:
         if turns and len(computed) >= back:
             smallest = min(computed[-back].given, key=lambda n: n.meta["val"].numel())
             draft.taken = list(dict.fromkeys((*draft.taken, smallest)))
-
-
-def _ready(
-    nodes: Sequence[fx.Node],
-    kinds: dict[fx.Node, type[Piece]],
-    kind: type[Piece],
-    placed: set[fx.Node],
-) -> tuple[type[Piece], list[fx.Node]]:
-    """All nodes of a kind that need nothing but what is placed, and each other."""
-    found: dict[fx.Node, None] = {}
-    for node in nodes:
-        if kinds[node] is kind and all(s in placed or s in found for s in node.all_input_nodes):
-            found[node] = None
-    return kind, list(found)
 
 
 def _draft(kind: type[Piece], nodes: list[fx.Node], order: dict[fx.Node, int]) -> _Draft:
