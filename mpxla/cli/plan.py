@@ -202,7 +202,7 @@ def _planned(
         MpxlaError: the model cannot be divided so, or nothing fits.
     """
     from mpxla.cli.factory import capture_factory, capture_part, load_factory
-    from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
+    from mpxla.cli.plan_search import PlanSearch, describe_rows, schedules_to_try
     from mpxla.runtime.plans.cut import cut_step
     from mpxla.runtime.plans.forecast import forecast
 
@@ -222,7 +222,8 @@ def _planned(
     if (options.search or limit_of_search is not None) and not is_fixed:
         tried = schedules_to_try(config, options.pipeline, options.virtual, options.active)
         has_weight = options.memory_weight is not None
-        rows = search_plans(config, step, machine, lowering, limit_of_search, tried, has_weight)
+        search = PlanSearch(config, step, machine, lowering, limit_of_search)
+        rows = search.best(tried, has_weight)
         return _Planned(layout, rows[0].found, rows[0].config, describe_rows(rows, len(tried)))
     cut = cut_step(step, config, lowering, {}, None, machine=machine)
     return _Planned(layout, forecast(cut, config, machine, lowering), config)

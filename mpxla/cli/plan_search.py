@@ -24,7 +24,7 @@ from mpxla.schedule.choice import placement_of
 from mpxla.schedule.search import Candidate, Found, StepCosts, candidates, search
 from mpxla.tables import table
 
-__all__ = ["Row", "describe_rows", "schedules_to_try", "search_plans"]
+__all__ = ["PlanSearch", "Row", "describe_rows", "schedules_to_try"]
 
 _WEIGHTS = (0.2, 0.8)
 """Of memory in the cut, where nobody has given one."""
@@ -47,15 +47,7 @@ class Row:
         return self.found.timeline.makespan, max(self.found.rank_bytes)
 
 
-def search_plans(
-    config: Config,
-    step: StepGraph,
-    machine: MachineModel,
-    lowering: Lowering,
-    limit_bytes: int | None,
-    tried: list[Candidate],
-    has_weight: bool,
-) -> list[Row]:
+class PlanSearch:
     """Finds the best candidates.
 
     Args:
@@ -64,41 +56,8 @@ def search_plans(
         machine: rates of the target.
         lowering: what the backend wants.
         limit_bytes: most bytes of any rank; None: no limit.
-        tried: schedules, which keep everything.
-        has_weight: whether the configuration's `memory_weight` is to be kept.
-
-    Returns:
-        What fits, the fastest first.
-
-    Raises:
-        ScheduleError: nothing fits.
     """
-    one = _Search(config, step, machine, lowering, limit_bytes)
-    weights = (config.memory_weight,) if has_weight else _WEIGHTS
-    rough: list[tuple[Found, float]] = []
-    nothing: ScheduleError | None = None
-    for weight in weights:
-        try:
-            rough += [(found, weight) for found in one.roughly(tried, weight)]
-        except ScheduleError as error:
-            nothing = error
-    rough.sort(key=lambda entry: (entry[0].step_s, max(entry[0].rank_bytes)))
-    best: dict[tuple[Candidate, float], None] = {}
-    seen: set[tuple[float, tuple[int, ...]]] = set()
-    for found, weight in rough:
-        if (found.step_s, found.rank_bytes) not in seen:  # limits that nothing reaches are alike
-            seen.add((found.step_s, found.rank_bytes))
-            best[replace(found.candidate, share=1.0), weight] = None
-    rows = [row for entry in list(best)[:_EXACTLY] if (row := one.exactly(*entry)) is not None]
-    if not rows:
-        raise nothing or ScheduleError(
-            f"No schedule fits into {limit_bytes} bytes per rank. Use more ranks, smaller "
-            f"microbatches, or a higher limit."
-        )
-    return sorted(rows, key=lambda row: row.order)
 
-
-class _Search:
     def __init__(
         self,
         config: Config,
@@ -112,7 +71,40 @@ class _Search:
         self._saved = saved_tensors(step, lowering)
         self._is_free = config.activation_memory == "keep" and limit_bytes is not None
 
-    def roughly(self, tried: list[Candidate], weight: float) -> list[Found]:
+    def best(self, tried: list[Candidate], has_weight: bool) -> list[Row]:
+        """What fits of some schedules, which keep everything, the fastest first.
+
+        `has_weight` says whether the configuration's `memory_weight` is to be kept.
+
+        Raises:
+            ScheduleError: nothing fits.
+        """
+        weights = (self._config.memory_weight,) if has_weight else _WEIGHTS
+        rough: list[tuple[Found, float]] = []
+        nothing: ScheduleError | None = None
+        for weight in weights:
+            try:
+                rough += [(found, weight) for found in self._roughly(tried, weight)]
+            except ScheduleError as error:
+                nothing = error
+        rough.sort(key=lambda entry: (entry[0].step_s, max(entry[0].rank_bytes)))
+        best: dict[tuple[Candidate, float], None] = {}
+        seen: set[tuple[float, tuple[int, ...]]] = set()
+        for found, weight in rough:
+            figures = found.step_s, found.rank_bytes
+            if figures not in seen:  # limits that nothing reaches are alike
+                seen.add(figures)
+                best[replace(found.candidate, share=1.0), weight] = None
+        planned = [self._exactly(*entry) for entry in list(best)[:_EXACTLY]]
+        rows = [row for row in planned if row is not None]
+        if not rows:
+            raise nothing or ScheduleError(
+                f"No schedule fits into {self._limit} bytes per rank. Use more ranks, smaller "
+                f"microbatches, or a higher limit."
+            )
+        return sorted(rows, key=lambda row: row.order)
+
+    def _roughly(self, tried: list[Candidate], weight: float) -> list[Found]:
         """Simulates candidates; what is computed again takes time, so only under a limit."""
         own = 0.0 if self._config.activation_memory == "recompute" else 1.0
         shares = _SHARES if self._is_free else (own,)
@@ -133,7 +125,7 @@ class _Search:
         ranks = self._config.pipeline_parallel_degree
         return search(ranks, every, costs_of, self._limit, horizon)
 
-    def exactly(self, candidate: Candidate, weight: float) -> Row | None:
+    def _exactly(self, candidate: Candidate, weight: float) -> Row | None:
         """Plans a candidate; None if it does not fit."""
         limit = self._limit
         row = self._planned(self._config_of(candidate, weight))

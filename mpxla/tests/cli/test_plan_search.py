@@ -8,7 +8,7 @@ from torch import nn
 
 from mpxla.cli import plan_search
 from mpxla.cli.factory import capture_factory
-from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
+from mpxla.cli.plan_search import PlanSearch, describe_rows, schedules_to_try
 from mpxla.config import Config
 from mpxla.errors import ScheduleError
 from mpxla.graph.cost import MachineModel
@@ -39,7 +39,7 @@ def step():
 
 def plans(step, limit, config=CONFIG, has_weight=False):
     tried = schedules_to_try(config, "interleaved", 1, None)
-    return search_plans(config, step, MACHINE, plain_lowering(), limit, tried, has_weight)
+    return PlanSearch(config, step, MACHINE, plain_lowering(), limit).best(tried, has_weight)
 
 
 def fullest(row):
