@@ -249,24 +249,37 @@ def _prediction_step(
         ignore_keys = getattr(config, "keys_to_ignore_at_inference", _CACHES)
     ignored = tuple(ignore_keys) if ignore_keys else ()
     labels = tuple(inputs.get(name) for name in names) if has_loss else None
-    with torch.no_grad():
-        if has_loss:
-            count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
-            kept = None if prediction_loss_only else ignored
-
-            def step(batch: Batch) -> Any:
-                return steps.evaluate(model, self, batch, count is not None, kept)
-
-            batch, found = _run(self, model, inputs, count, step, is_training=False)
-            losses, outputs, recorded = found
-            _take_metrics(self, recorded, batch, count)
-            loss = to_host(losses.reduce_sum(), device_backend())
-        else:
-            batch = _cut(self, inputs, None, is_training=False)
-            outputs, loss = steps.predict(model, self, batch, ignored), None
+    if has_loss:
+        count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+        kept = None if prediction_loss_only else ignored
+        loss, outputs = _evaluated(self, model, inputs, count, kept)
+    else:
+        batch = _cut(self, inputs, None, is_training=False)
+        with torch.no_grad():
+            outputs, loss = _joined(steps.predict(model, self, batch, ignored), batch), None
     if prediction_loss_only:
         return loss, None, None
-    return loss, _only(_joined(outputs, batch)), to_host(_only(labels), device_backend())
+    return loss, _only(outputs), to_host(_only(labels), device_backend())
+
+
+def _evaluated(
+    trainer: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    num_items: Any,
+    kept: tuple[str, ...] | None,
+    with_names: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """Loss of a batch, and the outputs that are wanted, on the host."""
+
+    def step(batch: Batch) -> Any:
+        return steps.evaluate(model, trainer, batch, num_items is not None, kept, with_names)
+
+    with torch.no_grad():
+        batch, found = _run(trainer, model, inputs, num_items, step, is_training=False)
+    losses, outputs, recorded = found
+    _take_metrics(trainer, recorded, batch, num_items)
+    return to_host(losses.reduce_sum(), device_backend()), _joined(outputs, batch)
 
 
 class _Named(dict[str, Any]):
@@ -283,19 +296,10 @@ def compute_outside(
     num_items_in_batch: Any = None,
 ) -> Any:
     """`compute_loss` of a `prediction_step` of the trainer's own: evaluates one batch."""
-    kept, has_count = () if return_outputs else None, num_items_in_batch is not None
-
-    def step(batch: Batch) -> Any:
-        return steps.evaluate(model, self, batch, has_count, kept, return_outputs)
-
-    with torch.no_grad():
-        batch, found = _run(self, model, inputs, num_items_in_batch, step, is_training=False)
-    losses, outputs, recorded = found
-    _take_metrics(self, recorded, batch, num_items_in_batch)
-    loss = to_host(losses.reduce_sum(), device_backend())
+    kept = () if return_outputs else None
+    loss, outputs = _evaluated(self, model, inputs, num_items_in_batch, kept, return_outputs)
     if not return_outputs:
         return loss
-    outputs = _joined(outputs, batch)
     return loss, _Named(outputs) if isinstance(outputs, dict) else outputs
 
 
