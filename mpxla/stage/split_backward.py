@@ -88,18 +88,29 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     placeholders = [node for node in whole.nodes if node.op == "placeholder"]
     specs = dict(zip(placeholders, lowered.backward_inputs, strict=True))
     number = {node: i for i, node in enumerate(placeholders[lowered.num_accumulators :])}
-    order = [node for node in whole.nodes if node.op not in ("placeholder", "output")]
-    input_part = weight_part = None
+    own = placeholders[: lowered.num_accumulators]
     root = lowered.backward.derivative  # holds constants, if there are any
-    if input_grads:
-        results_of_first = [*input_grads, *crossing]
-        input_part = _part(order, first, results_of_first, (), (), specs, number, root)
-    if accumulators:
-        own = placeholders[: lowered.num_accumulators]
-        weight_part = _part(order, second, accumulators, own, crossing, specs, number, root)
+
+    def part(
+        held: set[fx.Node],
+        results: Sequence[fx.Node],
+        first_arguments: Sequence[fx.Node] = (),
+        last_arguments: Sequence[fx.Node] = (),
+    ) -> Part:
+        """A graph of the held nodes, in order; arguments that they do not read are left out."""
+        nodes = [node for node in whole.nodes if node in held]
+        read = {source for node in nodes for source in node.all_input_nodes} | set(results)
+        taken = [node for node in number if node in read]
+        arguments = [*first_arguments, *taken, *last_arguments]
+        return Part(
+            fx.GraphModule(root, copy_nodes(arguments, nodes, results)),
+            tuple(specs.get(node) or TensorSpec.of(node.meta["val"]) for node in arguments),
+            tuple(number[node] for node in taken),
+        )
+
     return SplitBackward(
-        input_part,
-        weight_part,
+        part(first, [*input_grads, *crossing]) if input_grads else None,
+        part(second, accumulators, own, crossing) if accumulators else None,
         len(input_grads),
         tuple(TensorSpec.of(node.meta["val"]) for node in crossing),
     )
@@ -132,26 +143,3 @@ def _crossing(
 def _is_gathered(node: fx.Node) -> bool:
     """Whether a node gathers a parameter, or waits for that."""
     return any(TURN in n.meta for n in (node, *node.all_input_nodes) if is_collective(node))
-
-
-def _part(
-    order: Sequence[fx.Node],
-    held: set[fx.Node],
-    results: Sequence[fx.Node],
-    first_arguments: Sequence[fx.Node],
-    last_arguments: Sequence[fx.Node],
-    specs: dict[fx.Node, TensorSpec],
-    number: dict[fx.Node, int],
-    root: torch.nn.Module,
-) -> Part:
-    """A graph of the held nodes, in order; arguments that they do not read are left out."""
-    nodes = [node for node in order if node in held]
-    read = {source for node in nodes for source in node.all_input_nodes} | set(results)
-    taken = [node for node in number if node in read]
-    arguments = [*first_arguments, *taken, *last_arguments]
-    graph = copy_nodes(arguments, nodes, results)
-    return Part(
-        fx.GraphModule(root, graph),
-        tuple(specs.get(node) or TensorSpec.of(node.meta["val"]) for node in arguments),
-        tuple(number[node] for node in taken),
-    )
