@@ -134,6 +134,7 @@ class Constants:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
+        func, args = _with_sizes(func, args)
         args, kwargs = self._with_values(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(map(is_array_read, leaves)):
@@ -390,6 +391,20 @@ class Constants:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _with_sizes(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A call that takes another tensor only for its shape, with the shape."""
+    if func not in _BY_SHAPE or len(args) != 2 or not all(type(n) is int for n in args[1].shape):
+        return func, args
+    return _BY_SHAPE[func], (args[0], args[1].shape)
+
+
+_BY_SHAPE: dict[Any, Any] = {
+    torch.Tensor.expand_as: torch.Tensor.expand,
+    torch.Tensor.reshape_as: torch.Tensor.reshape,
+    torch.Tensor.view_as: torch.Tensor.view,
+}
 
 
 def _has_numbers_read(value: Any) -> bool:

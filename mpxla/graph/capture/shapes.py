@@ -63,11 +63,18 @@ class FixedShapes:
         if name == "masked_select" and "out" not in kwargs:
             tensor, mask = _arguments(("input", "mask"), args, kwargs)
             shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-            places = self._places(mask, mask.broadcast_to(shape))
-            index = mask.broadcast_to(shape) if places is None else places
+            full = mask.broadcast_to(shape)
+            if dims := _repeated_dims(full):
+                return _rows, (tensor.broadcast_to(shape), self._of_rows(full, mask, dims), dims), {}
+            places = self._places(mask, full)
+            index = full if places is None else places
             return _get, (tensor.broadcast_to(shape), index), {}
         if func is _get or func is _set:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            dims = _repeated_dims(index[0]) if len(index) == 1 else ()
+            if dims and (func is _get or _are_rows(*args)):
+                rows = self._of_rows(index[0], index[0], dims)
+                return _ROWS[func], (args[0], rows, dims, *args[2:]), kwargs
             index = tuple(map(self._as_numbers, index))
             index = self._places_of_masks(index) if func is _get else index
             return func, (args[0], index, *args[2:]), kwargs
@@ -147,14 +154,26 @@ class FixedShapes:
             found += [part] if places is None else places
         return tuple(found)
 
-    def _places(self, known: torch.Tensor, mask: torch.Tensor) -> Any:
+    def _of_rows(self, mask: torch.Tensor, known: torch.Tensor, dims: tuple[int, ...]) -> Any:
+        """An index that chooses the rows of a mask, whose last dims repeat what is before them."""
+        first = (..., *(0 for _ in dims))
+        places = self._places(known, mask[first], lambda v: v.broadcast_to(mask.shape)[first])
+        return mask[first] if places is None else places
+
+    def _places(
+        self,
+        known: torch.Tensor,
+        mask: torch.Tensor,
+        made: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Any:
         """Along each dim, the places where a mask is true, which is known or made of what is; None
         where it is not. Of inputs, only their number is fixed.
         """
+        made = made or (lambda value: value.broadcast_to(mask.shape))
         if not self._varies(known):
-            places = self._ask(lambda value: value.broadcast_to(mask.shape).nonzero(), known)
+            places = self._ask(lambda value: made(value).nonzero(), known)
             return None if places is None else places.unbind(1)
-        count = self._ask(lambda value: int(value.broadcast_to(mask.shape).count_nonzero()), known)
+        count = self._ask(lambda value: int(made(value).count_nonzero()), known)
         return None if count is None else torch.nonzero_static(mask, size=count).unbind(1)
 
     def _as_numbers(self, part: Any) -> Any:
@@ -167,6 +186,39 @@ class FixedShapes:
         """The number that a known integer tensor without axes holds; all else as it is."""
         number = self._ask(torch.Tensor.item, part) if _is_place(part) else None
         return part if number is None else number
+
+
+def _repeated_dims(mask: Any) -> tuple[int, ...]:
+    """The sizes of the last dims of a mask along which it is expanded: `chosen[..., None].expand_as(x)`.
+
+    So it chooses whole rows, as the mask that was expanded does.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
+        return ()
+    place = mask.dim()
+    while place > 1 and type(mask.stride(place - 1)) is int and mask.stride(place - 1) == 0:
+        place -= 1
+    sizes = tuple(mask.shape[place:])
+    return sizes if all(type(size) is int for size in sizes) else ()
+
+
+def _rows(tensor: torch.Tensor, index: Any, dims: tuple[int, ...]) -> torch.Tensor:
+    """What an index of rows chooses, element by element."""
+    return tensor[index].flatten(0, len(dims))
+
+
+def _set_rows(tensor: torch.Tensor, index: Any, dims: tuple[int, ...], value: torch.Tensor) -> None:
+    tensor[index] = value.unflatten(0, (-1, *dims))
+
+
+def _are_rows(tensor: torch.Tensor, index: Any, value: Any) -> bool:
+    """Whether a value has an element for each that a mask chooses."""
+    mask = index[0] if isinstance(index, tuple) else index
+    is_full = isinstance(value, torch.Tensor) and value.dim() > tensor.dim() - mask.dim()
+    return is_full and not (type(value.shape[0]) is int and value.shape[0] == 1)
+
+
+_ROWS = {_get: _rows, _set: _set_rows}
 
 
 @functools.cache
