@@ -49,8 +49,8 @@ class Net(nn.Module):
         self.table = self.aux = self.seen = None
         self.register_buffer("trace", torch.zeros(0), persistent=False)
         self.register_buffer("bias", None, persistent=False)
-        self.parts = {"trace": 0.0}
-        self.heads = [torch.zeros(4, 8)]
+        self.parts, self.memory, self.fresh_count = {"trace": 0.0}, {}, None
+        self.heads = [] if kind == "in_a_list_that_is_empty" else [torch.zeros(4, 8)]
         self.filling = Filling(self.heads)
 
     def forward(self, x):
@@ -152,6 +152,24 @@ class Net(nn.Module):
     def in_a_shared_list(self, h):
         return self.filling(h) * self.heads[0]
 
+    def under_new_keys(self, h):
+        if "mean" not in self.memory:
+            self.memory["mean"] = h.detach().mean(0)
+        self.memory["count"] = self.memory.get("count", 0) + torch.ones(8)
+        return h * self.memory["count"] + self.memory["mean"]
+
+    def counted_from_none(self, h):
+        if self.fresh_count is None:
+            self.fresh_count = torch.zeros(8)
+        self.fresh_count = self.fresh_count + 1
+        return h * self.fresh_count
+
+    def in_a_list_that_is_empty(self, h):
+        if not self.heads:
+            self.heads.append(torch.ones(8))
+        self.heads[0] = 0.5 * self.heads[0]
+        return h * self.heads[0]
+
     def left(self, h):
         self.aux, self.seen = h.pow(2).mean(), {"h": h.detach()}
         return h
@@ -179,10 +197,13 @@ def made(kind):
     return (Given if kind == "inputs" else Net)(kind)
 
 
+MORE_NAMES = ("parts", "memory", "fresh_count", "trace")
+
+
 def look(model):
     """The sums of what is there; tensors of other ranks have none."""
     names = "heads state hidden pair fresh ema count mean states by_name past aux seen".split()
-    values = {name: getattr(model, name, None) for name in (*names, "parts", "trace")}
+    values = {name: getattr(model, name, None) for name in (*names, *MORE_NAMES)}
     found = {}
     for name, value in values.items():
         leaves = torch.utils._pytree.tree_leaves(value)
@@ -213,12 +234,15 @@ def check(kind, stages, **keys):
 KINDS = """
 there none_at_first missing_at_first in_a_tuple exchanged number by_a_flag beside_a_counter counted
 in_place in_containers window inputs left in_a_buffer_that_is_empty registered_again by_keys
-in_a_shared_list beside_a_module_in_two_places
+in_a_shared_list beside_a_module_in_two_places under_new_keys
+counted_from_none in_a_list_that_is_empty
 """
 FAST = {
     ("beside_a_module_in_two_places", 1),
     ("by_a_flag", 2),
     ("registered_again", 2),
+    ("under_new_keys", 2),
+    ("counted_from_none", 2),
     ("in_a_shared_list", 1),
 }
 

@@ -93,6 +93,7 @@ class Carried:
         is_read: whether it has read them before it gave others.
         is_written: whether it has given others.
         is_cache: whether they are the same in every call, so that it is not carried.
+        is_changed: whether a step that finds some gives others.
         others: further attributes, mostly of other modules, that are the same list or dictionary.
         before: what was there before the capture.
     """
@@ -105,7 +106,7 @@ class Carried:
         self._found: Form | None = None
         self.before: Any = MISSING
         self.is_carrying = self.is_turning = self.is_read = self.is_written = False
-        self.is_cache = False
+        self.is_cache = self.is_changed = False
         self.others: list[tuple[nn.Module, str]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Carried":
@@ -113,7 +114,7 @@ class Carried:
         copied.module = copy.deepcopy(self.module, memo)
         copied.others = copy.deepcopy(self.others, memo)
         copied._forms, copied._turns = set(self._forms), dict(self._turns)
-        copied.is_cache = self.is_cache
+        copied.is_cache, copied.is_changed = self.is_cache, self.is_changed
         return copied
 
     @property
@@ -320,7 +321,12 @@ class CarriedError(AgainError):
     """A step gives attributes of modules tensors, which are to be carried.
 
     Attributes had tensors of the form `found`.
+
+    Attributes:
+        of_found: whether the step had found such tensors there, in the place of none.
     """
+
+    of_found = False
 
     def __init__(
         self, left: Sequence[tuple[nn.Module, str, Form]], found: Form | None = None
@@ -347,6 +353,7 @@ class CarriedError(AgainError):
                 owners[id(held)] = table[name]
             forms.setdefault(table[name], form)
         for carried, form in forms.items():
+            carried.is_changed |= self.of_found
             carried.take_form(form, self._found)
 
 
@@ -444,7 +451,7 @@ def settle(
             if carried.module is not module:
                 continue
             carried.check_unused(lambda key: is_used(named(key)))
-            is_first = carried.is_written and not carried.is_carrying
+            is_first = carried.is_written and not (carried.is_carrying or carried.is_changed)
             if is_first and all(is_same(named(place.key)) for place in carried.tensors()):
                 carried.is_cache = found = True
     if found:

@@ -157,8 +157,11 @@ class FixedShapes:
     def _of_rows(self, mask: torch.Tensor, known: torch.Tensor, dims: tuple[int, ...]) -> Any:
         """An index that chooses the rows of a mask, whose last dims repeat what is before them."""
         first = (..., *(0 for _ in dims))
-        places = self._places(known, mask[first], lambda v: v.broadcast_to(mask.shape)[first])
-        return mask[first] if places is None else places
+        rows, base = mask[first], mask._base
+        if base is not None and _geometry(base) == _geometry(rows):
+            rows = base  # of which counts are one with those of the mask that was expanded
+        places = self._places(known, rows, lambda v: v.broadcast_to(mask.shape)[first])
+        return rows if places is None else places
 
     def _places(
         self,
@@ -200,6 +203,10 @@ def _repeated_dims(mask: Any) -> tuple[int, ...]:
         place -= 1
     sizes = tuple(mask.shape[place:])
     return sizes if all(type(size) is int for size in sizes) else ()
+
+
+def _geometry(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _rows(tensor: torch.Tensor, index: Any, dims: tuple[int, ...]) -> torch.Tensor:

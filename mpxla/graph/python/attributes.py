@@ -81,6 +81,7 @@ class AttributeLog:
         forms: of the tensors that it has given attributes.
         recorded: attributes of objects whose tensors are there when the step has run.
         tables: of hooks and parts of modules.
+        model: whose modules carry tensors, when it has run.
     """
 
     held: dict[int, Held]
@@ -96,6 +97,7 @@ class AttributeLog:
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
     recorded: set[tuple[int, str]] = field(default_factory=set)
     tables: ModuleTables = field(init=False)
+    model: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
         values = (one.value for one in self.held.values())
@@ -147,6 +149,7 @@ class AttributeLog:
         carried = carried_of(owner).get(key)
         if carried is not None and carried.note_write():
             return
+        value = _COMPUTED if carried is not None and value is _CONSTANT else value
         if id(owner) in self.held and not self._is_counted(place):
             self.forms[place] = form
             line = self.written[place][0] if place in self.written else at_user_line()
@@ -186,11 +189,13 @@ class AttributeLog:
             leaves, spec = pytree.tree_flatten(container)
             form = form_of(container)
             is_module = isinstance(self.held[place[0]].value, nn.Module)  # others carry nothing
-            if form is None or spec != like or place in self.written or not is_module:
+            is_carried = self._is_carried(place)  # it may get its tensors under new keys
+            if form is None or not (spec == like or is_carried) or place in self.written or not is_module:
                 continue
-            new = [leaf for leaf, old in zip(leaves, known, strict=True) if leaf is not old]
+            old = set(map(id, known))
+            new = [leaf for leaf in leaves if id(leaf) not in old]
             written = _CONSTANT if all(map(is_constant, new)) else _COMPUTED
-            if written is _COMPUTED or (new and form_of(before) == form):
+            if written is _COMPUTED or (new and (is_carried or form_of(before) == form)):
                 self.note_write(self.held[place[0]].table, place[1], written, form)
 
     def start_carried(self, model: nn.Module, gone: Sequence[tuple[nn.Module, str]]) -> None:
@@ -204,6 +209,7 @@ class AttributeLog:
             CarriedError: there are others to be carried: what it gives tensors and reads, what is
                 small, and what has such tensors, which other steps may read.
         """
+        self.model = model
         new = [
             (self.held[place[0]].value, place[1], form)
             for place, form in self.forms.items()
@@ -219,10 +225,34 @@ class AttributeLog:
         for place in self._started():
             self._carried(place).start()
 
+    def carry_filled(self, container: Any) -> None:
+        """Has a dictionary of tensors carried, by which the next microbatch would go.
+
+        Raises:
+            CarriedError: it is a module's, and was not carried.
+        """
+        held = {id(one): content for one, content in self.contents}
+        for place, filled in self.containers.items():
+            owner, form = self.held[place[0]].value, form_of(filled)
+            if filled is not container or form is None or self._is_carried(place):
+                continue
+            if isinstance(filled, dict) and any(owner is one for one in self.model.modules()):
+                raise CarriedError([(owner, place[1], form)], form_of(_held_before(filled, held)))
+
     def _is_to_carry(self, place: tuple[int, str], form: Form) -> bool:
         if self.written[place][1] is _COMPUTED:
             return place in self.first or form.size <= FEW_ELEMENTS
         return form_of(self.before[place]) == form  # `self.hidden = torch.zeros(...)` to begin anew
+
+    def constants(self) -> list[tuple[nn.Module, str, Form]]:
+        """Attributes of modules without tensors to which it has given constant ones."""
+        found: list[tuple[nn.Module, str, Form]] = []
+        for place, (_, last) in self.written.items():
+            held, form = self.held[place[0]], self.forms.get(place)
+            if last is _CONSTANT and form is not None and is_simple(self.before[place]):
+                if _is_of_user(place[1]) and any(held.value is m for m in self.model.modules()):
+                    found.append((held.value, place[1], form))
+        return found
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""

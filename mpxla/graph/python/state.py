@@ -26,9 +26,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
+
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
-from mpxla.graph.capture.carried import FormError
+from mpxla.graph.capture.carried import CarriedError, FormError
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.python.attributes import (
     CONTAINERS,
@@ -250,14 +253,18 @@ class PythonState:
         reads = [*reads, *known, *self._followed.values(), *records.values()]
         is_question = first.step.is_question  # which leaves nothing
         left, self._left = [] if is_question else first.left(), first.log.left_carried()
+        is_cache, once, counts = False, list[Read](), set[str]()
         try:
-            once, counts = self._once(first, changed, capture) if changed else ([], set())
+            once, counts = self._once(first, changed, capture) if changed else (once, counts)
         except _CacheError:
+            is_cache = True
+        finally:
+            restore(first.log, first.outer)
+        _carry_changed(first, capture)
+        if is_cache:
             if not is_question:
                 _warn_of(filled)
             return first.step, [*reads, *changed.values()]
-        finally:
-            restore(first.log, first.outer)
         _refuse_carried(first, capture)
         memos = self._memos(first, capture)
         if not is_question:
@@ -480,6 +487,31 @@ _SHORTENED = (
 )
 
 
+def _carry_changed(first: Attempt, capture: Callable[[], Attempt]) -> None:
+    """Captures with tensors in attributes that have got constant ones: are these caches?
+
+    Raises:
+        CarriedError: the step gives them others then, as to a counter that begins with zeros.
+    """
+    places = first.log.constants()
+    before = [(vars(module), key, vars(module).get(key, MISSING)) for module, key, _ in places]
+    for module, key, form in places:
+        tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
+        vars(module)[key] = pytree.tree_unflatten(tensors, form.spec)
+    try:
+        if places:
+            again = capture()
+            restore(again.log, again.outer)
+    except CarriedError as error:
+        error.of_found = True
+        raise
+    except Exception:  # of these values
+        pass
+    finally:
+        for table, key, value in before:
+            table.pop(key, None) if value is MISSING else table.update({key: value})
+
+
 def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
     """Captures with other tensors in the place of those that the step has left in containers.
 
@@ -501,11 +533,16 @@ def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             is_same = _comes_again(first, capture)
         except WrittenPlacesError:  # to these tensors
             is_same = False
-        if own is left:
-            refill(own, content)
-        else:
-            read.put(own)
+        except CarriedError as error:
+            error.of_found = True
+            raise
+        finally:  # also where it is found that they are to be carried
+            if own is left:
+                refill(own, content)
+            else:
+                read.put(own)
         if not is_same:
+            first.log.carry_filled(left)
             raise refusal(read.name, "")
 
 
