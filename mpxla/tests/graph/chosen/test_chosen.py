@@ -124,6 +124,21 @@ def places(m, h, y):
     )
 
 
+def expanded(m, h, y):
+    """Masks that repeat along the last dims choose rows, as in losses of detectors."""
+    mask, scores, other = y > 3, m.head(h), h.detach().sin()
+    full, of_model = mask.unsqueeze(2).expand_as(h), (h[..., :1] > 0).expand_as(h)
+    other[full] = 2 * h[full]
+    other[of_model] = h[of_model] - other[of_model]
+    return (
+        F.cross_entropy(scores[mask[..., None].expand_as(scores)].view(-1, 10), y[mask])
+        + F.cross_entropy(scores.masked_select(mask[..., None]).view(-1, 10), y[mask])
+        + (h[of_model].view(-1, 8) - 3).norm(dim=1).sum()
+        + torch.stack([h, h.exp()], -1)[full].view(-1, 8, 2).norm(dim=1).sum()
+        + (other.square() * h).sum()
+    )
+
+
 def first_rows(m, h, y):
     return h[y > 3][0].square().sum() + h.view(-1, 8)[(y.flatten() > 3).nonzero()[0, 0]].sum()
 
@@ -338,7 +353,7 @@ def classes_in_turn(m, h, y):
     return total
 
 
-FUNCTIONS = [labels_chosen_twice, experts_by_masks]
+FUNCTIONS = [labels_chosen_twice, experts_by_masks, expanded]
 MORE = [
     *(
         places,
