@@ -65,7 +65,8 @@ class FixedShapes:
             shape = torch.broadcast_shapes(tensor.shape, mask.shape)
             full = mask.broadcast_to(shape)
             if dims := _repeated_dims(full):
-                return _rows, (tensor.broadcast_to(shape), self._of_rows(full, mask, dims), dims), {}
+                rows = self._of_rows(full, mask, dims)
+                return _rows, (tensor.broadcast_to(shape), rows, dims), {}
             places = self._places(mask, full)
             index = full if places is None else places
             return _get, (tensor.broadcast_to(shape), index), {}
@@ -192,9 +193,9 @@ class FixedShapes:
 
 
 def _repeated_dims(mask: Any) -> tuple[int, ...]:
-    """The sizes of the last dims of a mask along which it is expanded: `chosen[..., None].expand_as(x)`.
+    """The sizes of the last dims of a mask along which it is expanded.
 
-    So it chooses whole rows, as the mask that was expanded does.
+    `chosen[..., None].expand_as(x)` chooses whole rows, as `chosen` does.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
         return ()

@@ -190,7 +190,8 @@ class AttributeLog:
             form = form_of(container)
             is_module = isinstance(self.held[place[0]].value, nn.Module)  # others carry nothing
             is_carried = self._is_carried(place)  # it may get its tensors under new keys
-            if form is None or not (spec == like or is_carried) or place in self.written or not is_module:
+            is_like = spec == like or is_carried
+            if form is None or not is_like or place in self.written or not is_module:
                 continue
             old = set(map(id, known))
             new = [leaf for leaf in leaves if id(leaf) not in old]
@@ -237,22 +238,25 @@ class AttributeLog:
             if filled is not container or form is None or self._is_carried(place):
                 continue
             if isinstance(filled, dict) and any(owner is one for one in self.model.modules()):
-                raise CarriedError([(owner, place[1], form)], form_of(_held_before(filled, held)))
+                again = CarriedError([(owner, place[1], form)], form_of(_held_before(filled, held)))
+                again.of_found = True
+                raise again
 
     def _is_to_carry(self, place: tuple[int, str], form: Form) -> bool:
         if self.written[place][1] is _COMPUTED:
             return place in self.first or form.size <= FEW_ELEMENTS
         return form_of(self.before[place]) == form  # `self.hidden = torch.zeros(...)` to begin anew
 
-    def constants(self) -> list[tuple[nn.Module, str, Form]]:
-        """Attributes of modules without tensors to which it has given constant ones."""
-        found: list[tuple[nn.Module, str, Form]] = []
-        for place, (_, last) in self.written.items():
-            held, form = self.held[place[0]], self.forms.get(place)
-            if last is _CONSTANT and form is not None and is_simple(self.before[place]):
-                if _is_of_user(place[1]) and any(held.value is m for m in self.model.modules()):
-                    found.append((held.value, place[1], form))
-        return found
+    def constants(self) -> list[tuple[Read, Form]]:
+        """Attributes that it has read without tensors, and has given constant ones."""
+        written = [place for place, (_, last) in self.written.items() if last is _CONSTANT]
+        places = filter(self._is_read, written)
+        known = [(place, self.forms.get(place)) for place in places if _is_of_user(place[1])]
+        return [
+            (self._written_read(place), form)
+            for place, form in known
+            if form is not None and is_simple(self.before[place])
+        ]
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""
@@ -281,6 +285,10 @@ class AttributeLog:
         """Whether an attribute was read, or a name is none of those that were written."""
         places = [place for place in self.written if self._name(place) == name]
         return not places or any(map(self._is_read, places))
+
+    def is_written(self, name: str) -> bool:
+        """Whether it has given an attribute a value."""
+        return any(self._name(place) == name for place in self.written)
 
     def only_written(self) -> dict[str, Read]:
         """Those that it has given plain values without reading them, by name."""

@@ -31,11 +31,12 @@ import torch.utils._pytree as pytree
 
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
-from mpxla.graph.capture.carried import CarriedError, FormError
+from mpxla.graph.capture.carried import CarriedError, Form, FormError, form_of
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.python.attributes import (
     CONTAINERS,
     MODE,
+    is_simple,
     note_content,
     refusal,
     warn_changed,
@@ -253,6 +254,7 @@ class PythonState:
         reads = [*reads, *known, *self._followed.values(), *records.values()]
         is_question = first.step.is_question  # which leaves nothing
         left, self._left = [] if is_question else first.left(), first.log.left_carried()
+        constants = [*first.log.constants(), *_constants_of(first.outer)]
         is_cache, once, counts = False, list[Read](), set[str]()
         try:
             once, counts = self._once(first, changed, capture) if changed else (once, counts)
@@ -260,7 +262,7 @@ class PythonState:
             is_cache = True
         finally:
             restore(first.log, first.outer)
-        _carry_changed(first, capture)
+        _carry_changed(first, constants, capture)
         if is_cache:
             if not is_question:
                 _warn_of(filled)
@@ -487,29 +489,52 @@ _SHORTENED = (
 )
 
 
-def _carry_changed(first: Attempt, capture: Callable[[], Attempt]) -> None:
-    """Captures with tensors in attributes that have got constant ones: are these caches?
+def _constants_of(outer: Iterable[Read]) -> list[tuple[Read, Form]]:
+    """Variables without tensors that have got some, of which others are no result of the step."""
+    changed = [(read, form_of(read.now())) for read in outer if is_simple(read.value)]
+    return [(read, form) for read, form in changed if form is not None]
+
+
+def _carry_changed(
+    first: Attempt, constants: Iterable[tuple[Read, Form]], capture: Callable[[], Attempt]
+) -> None:
+    """Captures with tensors in places that have got constant ones: are these caches?
 
     Raises:
         CarriedError: the step gives them others then, as to a counter that begins with zeros.
+        CaptureError: so it does, in a place whose tensors are not carried.
     """
-    places = first.log.constants()
-    before = [(vars(module), key, vars(module).get(key, MISSING)) for module, key, _ in places]
-    for module, key, form in places:
-        tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
-        vars(module)[key] = pytree.tree_unflatten(tensors, form.spec)
+    given: list[tuple[Read, Any]] = []
+    for read, form in constants:
+        if read.put is not None:
+            tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
+            given.append((read, pytree.tree_unflatten(tensors, form.spec)))
+    before = [(read, read.now()) for read, _ in given]
+    for read, value in given:
+        read.give(value)
+    changed: list[str] = []
     try:
-        if places:
+        if given:
             again = capture()
+            if not is_same_step(first.step, again.step):
+                changed = [
+                    read.name
+                    for read, value in given
+                    if read.now() is not value or again.log.is_written(read.name)
+                ]
             restore(again.log, again.outer)
     except CarriedError as error:
         error.of_found = True
         raise
+    except (WrittenPlacesError, OutsideWriteError):
+        changed = [read.name for read, _ in given]
     except Exception:  # of these values
         pass
     finally:
-        for table, key, value in before:
-            table.pop(key, None) if value is MISSING else table.update({key: value})
+        for read, value in before:
+            read.give(value)
+    if changed:
+        raise refusal(" or ".join(changed), "")
 
 
 def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
