@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -548,6 +549,55 @@ class LateParameter(Late):
         y = self.layer(x) + x @ self.layer.weight.late.t()
         self.layer.weight.late = 2 * self.layer.weight
         return y
+
+
+class OnModule(nn.Module):
+    """Counts in an attribute of a module that no model holds, beginning with zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.count = nn.Linear(6, 4), None
+        self.others = [nn.Module()]
+        self.others[0].count = None
+
+    @property
+    def holder(self):
+        return self.others[0]
+
+    def forward(self, x):
+        if self.holder.count is None:
+            self.holder.count = torch.zeros(4)
+        self.holder.count = self.holder.count + 1
+        return self.layer(x) * self.holder.count
+
+
+class OnObject(OnModule):
+    """Counts in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = SimpleNamespace(count=None)
+
+    @property
+    def holder(self):
+        return self.settings
+
+
+def refuse_counters():
+    found = []
+    for kind in (OnModule, OnObject):
+        smp.init({"microbatches": 2})
+        with pytest.raises(CaptureError) as caught:
+            smp.step(train_step)(smp.DistributedModel(kind()), *batch(0))
+        found.append(str(caught.value))
+        smp.shutdown()
+    return found
+
+
+def test_counters_elsewhere_that_begin_with_constants_are_refused():
+    ((of_module, of_object),) = run_ranks(refuse_counters, 1)
+    assert "count, and gives it a tensor" in of_module
+    assert "computes with model.settings, and changes it" in of_object
 
 
 def refuse():

@@ -430,9 +430,13 @@ def _is_whole(value: Any) -> bool:
     return is_simple(value) or callable(value)
 
 
-def refusal(name: str, line: str) -> CaptureError:
+class LeftTensorError(CaptureError):
+    """A step leaves a tensor where it reads the next one."""
+
+
+def refusal(name: str, line: str) -> LeftTensorError:
     """The error of a tensor that the step leaves where it reads the next one."""
-    return CaptureError(
+    return LeftTensorError(
         f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
         f"or step would read. A step carries tensors in attributes of the modules that "
         f"smp.DistributedModel has wrapped, and only there: keep it in one of them, or make it a "

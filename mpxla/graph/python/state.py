@@ -36,6 +36,7 @@ from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, s
 from mpxla.graph.python.attributes import (
     CONTAINERS,
     MODE,
+    LeftTensorError,
     is_simple,
     note_content,
     refusal,
@@ -525,6 +526,8 @@ def _carry_changed(
             restore(again.log, again.outer)
     except CarriedError as error:
         error.of_found = True
+        raise
+    except LeftTensorError:
         raise
     except (WrittenPlacesError, OutsideWriteError):
         changed = [read.name for read, _ in given]
