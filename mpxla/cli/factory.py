@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
+from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import Known, capture_step, with_values_if_needed
+from mpxla.graph.capture.step import capture_step
 from mpxla.graph.python.floats import Floats
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.tensor.sequence import divide_sequences

@@ -13,9 +13,10 @@ import torch
 
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture.carried import settle
+from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.reads import ModuleRead, ValueRead
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import Known, capture_step, with_values_if_needed
+from mpxla.graph.capture.step import capture_step
 from mpxla.graph.capture.tensor_places import fix_mask, is_constant
 from mpxla.graph.python.answers import Guess
 from mpxla.graph.python.attempt import Attempt, restore

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -40,6 +40,7 @@ from mpxla.graph.capture.hooks import (
     refuse_gradient_hooks,
 )
 from mpxla.graph.capture.kept_program import recall_step
+from mpxla.graph.capture.known import Known
 from mpxla.graph.capture.left_state import (
     assigned_buffers_written,
     carried_attributes_written,
@@ -71,18 +72,13 @@ from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import OutsideWriteError, UndecidedError, ValueNeededError, explain
 from mpxla.kept import Kept
-from mpxla.log import get_logger, warn_once
+from mpxla.log import warn_once
 
 __all__ = [
-    "Known",
     "NumberLeaf",
     "TensorLeaf",
     "capture_step",
-    "with_values_if_needed",
 ]
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,54 +97,6 @@ class NumberLeaf(TensorLeaf):
     """
 
     value: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True)
-class Known:
-    """Values of the tensors among the inputs of a step, for one microbatch, on the host.
-
-    `decide_sizes`: whether what masks among them choose has its number of rows, so that inputs
-    with another number need another graph.
-    """
-
-    values: tuple[torch.Tensor, ...]
-    decide_sizes: bool
-
-
-def with_values_if_needed(
-    capture: Callable[[Known | None], T],
-    values: Callable[[], Sequence[torch.Tensor]],
-    are_needed: bool = False,
-    decide_sizes: bool = False,
-) -> T:
-    """Captures a step without the values of its inputs; if it needs them, with as few as will do.
-
-    Args:
-        capture: captures with values, or without; may raise `ValueNeededError`.
-        values: gives the tensor leaves of one microbatch.
-        are_needed: whether it is known that it needs some.
-        decide_sizes: whether it is known that they have to.
-
-    Raises:
-        CaptureError: it cannot be captured.
-    """
-    raised = None
-    try:
-        if not are_needed:
-            return capture(None)
-    except ValueNeededError as error:
-        get_logger().debug("captured with values of the inputs, since %s", error)
-        raised = error.raised
-    given = tuple(values())
-    with contextlib.suppress(ValueNeededError):
-        if not decide_sizes:
-            return capture(Known(given, decide_sizes=False))
-    try:
-        return capture(Known(given, decide_sizes=True))
-    except Exception as error:
-        if isinstance(raised, CaptureError) and not isinstance(error, MpxlaError):
-            raise raised from error  # it says more
-        raise
 
 
 @dataclass

@@ -19,7 +19,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from mpxla.errors import CaptureError
 from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.exchanged import exchanged
@@ -31,8 +30,8 @@ from mpxla.graph.python.outside_reads import is_known, without_counted
 from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.python.plain import FUNCTIONS, MISSING, SIMPLE, Read, change, plain
 from mpxla.graph.python.recorded import is_recordable, refuse_unrecordable
+from mpxla.graph.python.refusals import refusal, warn_changed, warn_gone
 from mpxla.graph.user_code import at_user_line
-from mpxla.log import warn_once
 
 __all__ = [
     "CONTAINERS",
@@ -43,8 +42,6 @@ __all__ = [
     "attributes_noted",
     "is_simple",
     "note_content",
-    "refusal",
-    "warn_changed",
 ]
 
 _OF_MODULES = frozenset(dir(nn.Module))
@@ -222,7 +219,7 @@ class AttributeLog:
             raise CarriedError(new)
         for module, name in gone:
             if not self._is_carried((id(vars(module)), name)):
-                _warn_gone(f"{self.held[id(vars(module))].name}.{name}")
+                warn_gone(f"{self.held[id(vars(module))].name}.{name}")
         for place in self._started():
             self._carried(place).start()
 
@@ -430,31 +427,6 @@ def _is_whole(value: Any) -> bool:
     return is_simple(value) or callable(value)
 
 
-class LeftTensorError(CaptureError):
-    """A step leaves a tensor where it reads the next one."""
-
-
-def refusal(name: str, line: str) -> LeftTensorError:
-    """The error of a tensor that the step leaves where it reads the next one."""
-    return LeftTensorError(
-        f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
-        f"or step would read. A step carries tensors in attributes of the modules that "
-        f"smp.DistributedModel has wrapped, and only there: keep it in one of them, or make it a "
-        f"buffer there (register_buffer with its shape, then self.name.copy_(value)), or return it "
-        f"and pass it to the next call as an argument."
-    )
-
-
-def warn_changed(name: str, line: str = "") -> None:
-    """Tells the user of what a step changes once for each program."""
-    warn_once(
-        f"changed attribute {name}",
-        f"the step function reads and changes {name}{line}. It is captured once per program, so "
-        f"that the change happens then, and not in every step or microbatch. Make it a buffer "
-        f"(register_buffer), or change it outside of the step function.",
-    )
-
-
 def _held_before(value: Any, contents: Mapping[int, Any]) -> Any:
     """What a container held, and those in it, by the ids of these."""
     content = contents.get(id(value))
@@ -464,15 +436,6 @@ def _held_before(value: Any, contents: Mapping[int, Any]) -> Any:
         return value
     parts = [_held_before(part, contents) for part in content]
     return parts if isinstance(content, list) else deque(parts, content.maxlen)
-
-
-def _warn_gone(name: str) -> None:
-    warn_once(
-        f"attribute {name}",
-        f"forward puts tensors into {name}. A step function may use them, but they are gone when "
-        f"it returns: return what you want to see, and register_buffer what one step is to keep "
-        f"for the next.",
-    )
 
 
 _OF_NAMESPACES = {"__name__", "__loader__", "__spec__"}

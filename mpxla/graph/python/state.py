@@ -20,32 +20,22 @@ left as numbers of the model are (`recorded.py`).
 This module must not know how steps are run.
 """
 
-import copy
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-import torch.utils._pytree as pytree
-
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
-from mpxla.graph.capture.carried import CarriedError, Form, FormError, form_of
+from mpxla.graph.capture.carried import FormError
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.python.attributes import (
-    CONTAINERS,
     MODE,
-    LeftTensorError,
-    is_simple,
     note_content,
-    refusal,
-    warn_changed,
 )
 from mpxla.graph.python.container_state import (
     has_no_others,
     is_as_left,
-    with_other_tensors,
 )
 from mpxla.graph.python.counted import (
     Count,
@@ -58,10 +48,18 @@ from mpxla.graph.python.counted import (
 from mpxla.graph.python.decisions import OfModelError
 from mpxla.graph.python.held_objects import Held
 from mpxla.graph.python.left_numbers import RecordRead, may_go_on
+from mpxla.graph.python.left_tensors import (
+    WrittenPlacesError,
+    carry_changed,
+    comes_again,
+    constants_of,
+    refuse_carried,
+)
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
 from mpxla.graph.python.outside_reads import kept
 from mpxla.graph.python.plain import MISSING, Change, Read, plain, refill
 from mpxla.graph.python.recorded import Recorded
+from mpxla.graph.python.refusals import refusal, warn_changed
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import AgainError, OutsideWriteError, UndecidedError, ValueNeededError
 
@@ -213,7 +211,7 @@ class PythonState:
             if read.put is not None and id(read.now()) in ids and read.name not in self._written
         }
         if found and ids == {id(read.now()) for read in found.values()}:
-            raise WrittenPlacesError(self, found, error)
+            raise WrittenPlacesError(self.stand_in, found, error)
 
     def stand_in(self, places: dict[str, RecordRead], refusal: CaptureError) -> None:
         """Has stand-ins in places from here on; says why not where that is no way."""
@@ -255,7 +253,7 @@ class PythonState:
         reads = [*reads, *known, *self._followed.values(), *records.values()]
         is_question = first.step.is_question  # which leaves nothing
         left, self._left = [] if is_question else first.left(), first.log.left_carried()
-        constants = [*first.log.constants(), *_constants_of(first.outer)]
+        constants = [*first.log.constants(), *constants_of(first.outer)]
         is_cache, once, counts = False, list[Read](), set[str]()
         try:
             once, counts = self._once(first, changed, capture) if changed else (once, counts)
@@ -263,12 +261,12 @@ class PythonState:
             is_cache = True
         finally:
             restore(first.log, first.outer)
-        _carry_changed(first, constants, capture)
+        carry_changed(first, constants, capture)
         if is_cache:
             if not is_question:
                 _warn_of(filled)
             return first.step, [*reads, *changed.values()]
-        _refuse_carried(first, capture)
+        refuse_carried(first, capture)
         memos = self._memos(first, capture)
         if not is_question:
             _warn_of([read for read in filled if read.name not in memos])
@@ -309,7 +307,7 @@ class PythonState:
         }
         starts = self._starts(first, capture, computed, later)
         is_same = later.keys() == found.keys() and starts is not None
-        # Tensors in a list that each step clears first are its own: see `_refuse_carried`.
+        # Tensors in a list that each step clears first are its own: see `refuse_carried`.
         lists = {
             name
             for name, read in computed.items()
@@ -362,7 +360,7 @@ class PythonState:
         def begins_with(read: RecordRead, start: float) -> bool:
             read.give(start)
             try:
-                return _comes_again(first, capture)
+                return comes_again(first, capture)
             finally:
                 read.give(read.value)
                 self._refill()
@@ -387,7 +385,7 @@ class PythonState:
                 return [], again
             if again:
                 self._follow(first, again)
-                if not _comes_again(second, capture):
+                if not comes_again(second, capture):
                     line = second.log.line(min(again))
                     raise CaptureError(_COMPUTES.format(name=min(again), line=line))
         finally:
@@ -417,7 +415,7 @@ class PythonState:
         left: dict[str, list[tuple[Any, Any]]] = {read.name: [] for read in filled}
         for read in filled:
             note_content(read.content, left[read.name])
-        is_same = _comes_again(first, capture)
+        is_same = comes_again(first, capture)
         memos = {name for name, contents in left.items() if all(map(is_as_left, contents))}
         for container, content in (pair for contents in left.values() for pair in contents):
             refill(container, content)
@@ -465,16 +463,6 @@ def _goes_on(capture: Callable[..., Attempt]) -> bool:
     return True
 
 
-def _comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
-    """Whether a capture gives the same step; it may raise anything by what it finds."""
-    try:
-        again = capture()
-        restore(again.log, again.outer)
-        return is_same_step(one.step, again.step)
-    except Exception:
-        return False
-
-
 _COMPUTES = (
     "The step function computes with {name}, and changes it{line}. It is captured once per "
     "program, so that the number would stay. Count in a buffer (register_buffer with a tensor, "
@@ -488,102 +476,6 @@ _SHORTENED = (
     " Where it only takes old numbers out of a list that is too long, make that a "
     "collections.deque with a maxlen."
 )
-
-
-def _constants_of(outer: Iterable[Read]) -> list[tuple[Read, Form]]:
-    """Variables without tensors that have got some, of which others are no result of the step."""
-    changed = [(read, form_of(read.now())) for read in outer if is_simple(read.value)]
-    return [(read, form) for read, form in changed if form is not None]
-
-
-def _carry_changed(
-    first: Attempt, constants: Iterable[tuple[Read, Form]], capture: Callable[[], Attempt]
-) -> None:
-    """Captures with tensors in places that have got constant ones: are these caches?
-
-    Raises:
-        CarriedError: the step gives them others then, as to a counter that begins with zeros.
-        CaptureError: so it does, in a place whose tensors are not carried.
-    """
-    given: list[tuple[Read, Any]] = []
-    for read, form in constants:
-        if read.put is not None:
-            tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
-            given.append((read, pytree.tree_unflatten(tensors, form.spec)))
-    before = [(read, read.now()) for read, _ in given]
-    for read, value in given:
-        read.give(value)
-    changed: list[str] = []
-    try:
-        if given:
-            again = capture()
-            if not is_same_step(first.step, again.step):
-                changed = [
-                    read.name
-                    for read, value in given
-                    if read.now() is not value or again.log.is_written(read.name)
-                ]
-            restore(again.log, again.outer)
-    except CarriedError as error:
-        error.of_found = True
-        raise
-    except LeftTensorError:
-        raise
-    except (WrittenPlacesError, OutsideWriteError):
-        changed = [read.name for read, _ in given]
-    except Exception:  # of these values
-        pass
-    finally:
-        for read, value in before:
-            read.give(value)
-    if changed:
-        raise refusal(" or ".join(changed), "")
-
-
-def _refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
-    """Captures with other tensors in the place of those that the step has left in containers.
-
-    Raises:
-        CaptureError: the step then is another one.
-    """
-    outer = [(read, now) for read in first.outer if isinstance(now := read.now(), CONTAINERS)]
-    fillings = [(read, now, with_other_tensors(now)) for read, now in (*first.log.filled(), *outer)]
-    for read, left, filled in fillings:
-        if filled is None or read.put is None:
-            continue
-        own = read.now()
-        content = copy.copy(own)
-        if own is left:
-            refill(own, filled)
-        else:
-            read.put(filled)
-        try:
-            is_same = _comes_again(first, capture)
-        except WrittenPlacesError:  # to these tensors
-            is_same = False
-        except CarriedError as error:
-            error.of_found = True
-            raise
-        finally:  # also where it is found that they are to be carried
-            if own is left:
-                refill(own, content)
-            else:
-                read.put(own)
-        if not is_same:
-            first.log.carry_filled(left)
-            raise refusal(read.name, "")
-
-
-class WrittenPlacesError(AgainError):
-    """A step writes to tensors of no model, which Python only adds to, if they are left there."""
-
-    def __init__(self, state: PythonState, places: dict[str, RecordRead], error: CaptureError):
-        super().__init__(places)
-        self._state, self._places, self._error = state, places, error
-
-    def prepare(self) -> None:
-        """Has stand-ins in their places."""
-        self._state.stand_in(self._places, self._error)
 
 
 class _FilledOnceError(AgainError):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import Known, TensorLeaf, capture_step, with_values_if_needed
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.graph.stepgraph import Check
 from mpxla.runtime.state import ModelState
 from mpxla.tests.clients import logged

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.graph.capture.step import capture_step, with_values_if_needed
+from mpxla.graph.capture.known import with_values_if_needed
+from mpxla.graph.capture.step import capture_step
 from mpxla.graph.user_code import ValueNeededError
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import FLOATS, run

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.step import Known, TensorLeaf, capture_step
+from mpxla.graph.capture.known import Known
+from mpxla.graph.capture.step import TensorLeaf, capture_step
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import run
 

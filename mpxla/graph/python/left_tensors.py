@@ -1,0 +1,142 @@
+"""Tensors that a step leaves in places where it reads others: caches, or state to be carried.
+
+It is captured with other tensors there, to see whether it then computes something else, or leaves
+others. Where nothing is carried, that is an error. See `state.py` for values that are no tensors.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from mpxla.errors import CaptureError
+from mpxla.graph.alike import is_same_step
+from mpxla.graph.capture.carried import CarriedError, Form, form_of
+from mpxla.graph.python.attempt import Attempt, restore
+from mpxla.graph.python.attributes import CONTAINERS, is_simple
+from mpxla.graph.python.container_state import with_other_tensors
+from mpxla.graph.python.left_numbers import RecordRead
+from mpxla.graph.python.plain import Read, refill
+from mpxla.graph.python.refusals import LeftTensorError, refusal
+from mpxla.graph.user_code import AgainError, OutsideWriteError
+
+__all__ = [
+    "WrittenPlacesError",
+    "carry_changed",
+    "comes_again",
+    "constants_of",
+    "refuse_carried",
+]
+
+
+class WrittenPlacesError(AgainError):
+    """A step writes to tensors of no model, which Python only adds to, if they are left there."""
+
+    def __init__(
+        self,
+        stand_in: Callable[[dict[str, RecordRead], CaptureError], None],
+        places: dict[str, RecordRead],
+        error: CaptureError,
+    ):
+        super().__init__(places)
+        self._stand_in, self._places, self._error = stand_in, places, error
+
+    def prepare(self) -> None:
+        """Has stand-ins in their places."""
+        self._stand_in(self._places, self._error)
+
+
+def comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
+    """Whether a capture gives the same step; it may raise anything by what it finds."""
+    try:
+        again = capture()
+        restore(again.log, again.outer)
+        return is_same_step(one.step, again.step)
+    except Exception:
+        return False
+
+
+def constants_of(outer: Iterable[Read]) -> list[tuple[Read, Form]]:
+    """Variables without tensors that have got some, of which others are no result of the step."""
+    changed = [(read, form_of(read.now())) for read in outer if is_simple(read.value)]
+    return [(read, form) for read, form in changed if form is not None]
+
+
+def carry_changed(
+    first: Attempt, constants: Iterable[tuple[Read, Form]], capture: Callable[[], Attempt]
+) -> None:
+    """Captures with tensors in places that have got constant ones: are these caches?
+
+    Raises:
+        CarriedError: the step gives them others then, as to a counter that begins with zeros.
+        CaptureError: so it does, in a place whose tensors are not carried.
+    """
+    given: list[tuple[Read, Any]] = []
+    for read, form in constants:
+        if read.put is not None:
+            tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
+            given.append((read, pytree.tree_unflatten(tensors, form.spec)))
+    before = [(read, read.now()) for read, _ in given]
+    for read, value in given:
+        read.give(value)
+    changed: list[str] = []
+    try:
+        if given:
+            again = capture()
+            if not is_same_step(first.step, again.step):
+                changed = [
+                    read.name
+                    for read, value in given
+                    if read.now() is not value or again.log.is_written(read.name)
+                ]
+            restore(again.log, again.outer)
+    except CarriedError as error:
+        error.of_found = True
+        raise
+    except LeftTensorError:
+        raise
+    except (WrittenPlacesError, OutsideWriteError):
+        changed = [read.name for read, _ in given]
+    except Exception:  # of these values
+        pass
+    finally:
+        for read, value in before:
+            read.give(value)
+    if changed:
+        raise refusal(" or ".join(changed), "")
+
+
+def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
+    """Captures with other tensors in the place of those that the step has left in containers.
+
+    Raises:
+        CaptureError: the step then is another one.
+    """
+    outer = [(read, now) for read in first.outer if isinstance(now := read.now(), CONTAINERS)]
+    fillings = [(read, now, with_other_tensors(now)) for read, now in (*first.log.filled(), *outer)]
+    for read, left, filled in fillings:
+        if filled is None or read.put is None:
+            continue
+        own = read.now()
+        content = copy.copy(own)
+        if own is left:
+            refill(own, filled)
+        else:
+            read.put(filled)
+        try:
+            is_same = comes_again(first, capture)
+        except WrittenPlacesError:  # to these tensors
+            is_same = False
+        except CarriedError as error:
+            error.of_found = True
+            raise
+        finally:  # also where it is found that they are to be carried
+            if own is left:
+                refill(own, content)
+            else:
+                read.put(own)
+        if not is_same:
+            first.log.carry_filled(left)
+            raise refusal(read.name, "")
