@@ -89,6 +89,10 @@ class ShownState(MutableMapping[Any, Any]):
     def __repr__(self) -> str:
         return repr(self.inner)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are those of the state itself."""
+        return self.inner.__reduce_ex__(protocol)
+
     def get(self, key: Any, default: Any = None) -> Any:
         """As that of a dictionary: nothing is put in."""
         return self[key] if key in self else default

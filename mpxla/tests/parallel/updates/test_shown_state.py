@@ -50,7 +50,15 @@ def forget_all(net, optimizer):
     optimizer.state.clear()
 
 
-CHANGES = (read_all, pop_one, delete_one, zero_moments, set_one, forget_all)
+def put_back(net, optimizer):
+    """What a copy has, in the place of what is there."""
+    copied = copy.copy(optimizer.state)
+    optimizer.state.clear()
+    optimizer.state.update(copied)
+    optimizer.state = copy.copy(optimizer.state)
+
+
+CHANGES = (read_all, pop_one, delete_one, zero_moments, set_one, forget_all, put_back)
 
 
 def made(is_plain):
