@@ -103,16 +103,30 @@ def format_error(error: BaseException, is_complete: bool = False) -> str:
         error: that was raised.
         is_complete: with all frames.
     """
+    _add_advice(error)
+    shown = traceback.TracebackException.from_exception(error)
+    if not is_complete:
+        _shorten(shown, error)
+    return "".join(shown.format())
+
+
+def _add_advice(error: BaseException) -> None:
+    """Says what to do, where torch or Python has met a tensor that is on another rank."""
     if isinstance(error, RuntimeError) and _OF_ABSENT in str(error):
         error.add_note(
             "The tensor that was assigned to .data may be a parameter that has no values here: its "
             "device is meta where it is on another pipeline rank, or divided over ranks. Skip "
             "parameters whose device is meta, or read whole values from model.state_dict()."
         )
-    shown = traceback.TracebackException.from_exception(error)
-    if not is_complete:
-        _shorten(shown, error)
-    return "".join(shown.format())
+    frames = traceback.extract_tb(error.__traceback__)
+    is_of_none = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
+    if is_of_none and frames and ".grad" in (frames[-1].line or ""):
+        error.add_note(
+            "A parameter's gradient is None where another rank updates it (its device is meta), "
+            "and where no loss has reached it. Skip it (if p.grad is not None), or loop over "
+            "model.local_parameters(). torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) "
+            "returns the norm over all ranks."
+        )
 
 
 def _shorten(shown: traceback.TracebackException, error: BaseException) -> None:

@@ -55,6 +55,26 @@ def test_an_assignment_of_an_absent_parameter_says_what_to_do():
     assert "Skip parameters whose device is meta" in format_error(caught(assign_absent))
 
 
+def use_absent_gradient():
+    return torch.nn.Parameter(torch.ones(2)).grad.norm()
+
+
+def multiply_by_absent_gradient():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    return parameter * parameter.grad
+
+
+def multiply_by_none():
+    return torch.ones(2) * None
+
+
+@pytest.mark.unit
+def test_a_gradient_of_another_rank_says_what_to_do():
+    for use in (use_absent_gradient, multiply_by_absent_gradient):
+        assert "loop over model.local_parameters()" in format_error(caught(use))
+    assert "local_parameters" not in format_error(caught(multiply_by_none))
+
+
 def misname():
     smp.no_such_name  # noqa: B018
 
