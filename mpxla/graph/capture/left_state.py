@@ -16,6 +16,8 @@ from mpxla.graph.capture.carried import CarriedError, Form, all_carried, form_of
 from mpxla.graph.capture.tensor_places import Attribute, attributes_of
 from mpxla.graph.capture.writes import described
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
 
 __all__ = [
     "assigned_buffers_written",
@@ -61,7 +63,9 @@ def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[
                 if new.dtype is old.dtype or (is_kept and keeps_values):
                     old.copy_(new.detach())
                     continue
-            if form is None or is_kept:
+            if old is None and form is not None and is_kept:
+                _tell_of_new(module, name)
+            elif form is None or is_kept:
                 raise CaptureError(
                     f"The step function assigns to the buffer {path}{'.' if path else ''}{name}, "
                     f"{described(old)}, another tensor, {described(new)}. Register it with the "
@@ -87,12 +91,16 @@ def carried_attributes_written(model: nn.Module, attached: Attached) -> Generato
     """
     carried = all_carried(model)
     buffers = [one.show() for one in carried]
-    register = nn.Module.register_buffer
+    register, own = nn.Module.register_buffer, {id(vars(module)) for module in model.modules()}
 
     def register_buffer(
         self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
     ) -> None:
-        if is_carried(vars(self), name):  # it was a buffer before
+        was_buffer = is_carried(vars(self), name)
+        is_new = id(vars(self)) in own and not (was_buffer or hasattr(self, name))
+        if is_new and persistent and tensor is not None:
+            _tell_of_new(self, name)
+        if was_buffer or (is_new and tensor is not None):
             setattr(self, name, tensor)
         else:
             register(self, name, tensor, persistent)
@@ -106,6 +114,16 @@ def carried_attributes_written(model: nn.Module, attached: Attached) -> Generato
         # Copies first: some may be given to each other.
         for old, value in [(old, v.detach().clone()) for old, v in pairs if v is not old]:
             old.copy_(value)
+
+
+def _tell_of_new(module: nn.Module, name: str) -> None:
+    kind = type(module).__name__
+    warn_once(
+        f"new buffer {kind}.{name}",
+        f"the step function makes the buffer {name} of a {kind}{at_user_line()}. Steps carry it "
+        f"as an attribute of the module, which no state dict has. If checkpoints are to have it, "
+        f"register it with a tensor before the first step call.",
+    )
 
 
 @contextlib.contextmanager

@@ -79,6 +79,8 @@ def carry_changed(
             tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
             given.append((read, pytree.tree_unflatten(tensors, form.spec)))
     before = [(read, read.now()) for read, _ in given]
+    for put in first.log.left_carried() if given else ():  # a way that finds some reads others too
+        put()
     for read, value in given:
         read.give(value)
     changed: list[str] = []
@@ -102,6 +104,7 @@ def carry_changed(
     except Exception:  # of these values
         pass
     finally:
+        restore(first.log, first.outer)
         for read, value in before:
             read.give(value)
     if changed:

@@ -1,0 +1,154 @@
+"""Buffers that the first call of a forward makes: they are carried, as in plain PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.tests.clients import logged
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+MICROBATCHES, STEPS = 2, 3
+
+
+def counted(layer, x):
+    if not hasattr(layer, "made"):
+        layer.register_buffer("made", torch.zeros(3, dtype=torch.float64))
+    layer.made = layer.made + 1
+    return x * layer.made
+
+
+def counted_in_place(layer, x):
+    if not hasattr(layer, "made"):
+        layer.register_buffer("made", torch.zeros(3, dtype=torch.float64))
+    layer.made += 1
+    return x * layer.made
+
+
+def by_the_first_batch(layer, x):
+    if not hasattr(layer, "made"):
+        layer.register_buffer("made", x.detach().std(0), persistent=False)
+    return x / layer.made
+
+
+def averaged(layer, x):
+    if not hasattr(layer, "made"):
+        layer.register_buffer("made", x.detach().mean(0))
+    layer.made.mul_(0.5).add_(x.detach().mean(0))
+    return x * layer.made
+
+
+def two_at_once(layer, x):
+    """The one that is a constant says whether the other one is there."""
+    if not hasattr(layer, "made"):
+        layer.register_buffer("made", torch.tensor(0.0, dtype=torch.float64))
+        layer.register_buffer("scale", x.detach().std(0))
+    layer.made += 1
+    return x * layer.made / layer.scale
+
+
+def of_none(layer, x):
+    if layer.none is None:
+        layer.none = x.detach().std(0)
+    return x / layer.none
+
+
+def constant(layer, x):
+    if not hasattr(layer, "made"):
+        layer.register_buffer("made", torch.full((3,), 2.0, dtype=torch.float64))
+    return x * layer.made
+
+
+FUNCTIONS = (
+    *(counted, counted_in_place, by_the_first_batch),
+    *(averaged, two_at_once, of_none, constant),
+)
+
+
+class Layer(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.register_buffer("none", None)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def model_of(function):
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 3), nn.Linear(3, 2)
+    return nn.Sequential(first, Layer(function), nn.Tanh(), last).double()
+
+
+def batch_of(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 4, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def expected(function):
+    model = model_of(function)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for part in batch_of(number).chunk(MICROBATCHES):
+            loss = loss_of(model, part) / MICROBATCHES
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+    return losses
+
+
+@smp.step
+def train_step(model, x):
+    loss = loss_of(model, x)
+    model.backward(loss)
+    return loss
+
+
+def trained(config, functions):
+    smp.init({"microbatches": MICROBATCHES, **config})
+    results = []
+    for function in functions:
+        model = smp.DistributedModel(model_of(function))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        with logged() as lines:
+            for number in range(STEPS):
+                optimizer.zero_grad()
+                losses.append(train_step(model, batch_of(number)).reduce_mean().item())
+                optimizer.step()
+        told = [line for line in lines if "which no state dict has" in line]
+        results.append((losses, told))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("stages", "functions"),
+    [
+        pytest.param(1, FUNCTIONS, marks=pytest.mark.slow),
+        (2, (counted, by_the_first_batch, two_at_once, of_none)),
+        pytest.param(2, FUNCTIONS, marks=pytest.mark.slow),
+    ],
+    ids=["one", "two", "two-all"],
+)
+def test_buffers_that_the_first_call_makes(stages, functions):
+    config = {"pipeline_parallel_degree": stages}
+    for results in run_ranks(trained, stages, config, functions, env={"MPXLA_DEVICE": "pjrt"}):
+        for function, (losses, _) in zip(functions, results, strict=True):
+            assert losses == pytest.approx(expected(function), rel=1e-9), function.__name__
+
+
+def test_that_state_dicts_lack_them_is_said():
+    (results,) = run_ranks(trained, 1, {}, (by_the_first_batch, averaged))
+    (_, untold), (_, told) = results
+    assert not untold  # it was to be in none
+    assert any("makes the buffer made of a Layer at" in line for line in told)
