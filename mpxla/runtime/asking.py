@@ -15,7 +15,7 @@ The first rank of a pipeline keeps this. This module must not know how ranks agr
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from mpxla.graph.python.answers import Guess
@@ -26,7 +26,7 @@ from mpxla.runtime.call import Call, as_inputs
 from mpxla.runtime.model_watch import ModelView
 from mpxla.runtime.plans.cache import Plan, Plans
 from mpxla.runtime.plans.cut import CutStep
-from mpxla.runtime.signature import with_constants
+from mpxla.runtime.signature import Signature, with_constants
 from mpxla.runtime.ways import Pass
 
 __all__ = ["Asking", "whole_way"]
@@ -40,12 +40,12 @@ class Asking:
 
     def __init__(self, plans: Plans, num_replicas: int):
         self._plans, self._num_replicas = plans, num_replicas
-        self._functions: set[str] = set()
-        self._num_places: dict[str, int] = {}
+        self._uses: set[Hashable] = set()
+        self._num_places: dict[Hashable, int] = {}
 
-    def __contains__(self, function: str) -> bool:
-        """Whether a step function has asked before, by its title."""
-        return function in self._functions
+    def __contains__(self, signature: Signature) -> bool:
+        """Whether a step function has asked before, called with the same models."""
+        return bool(self._uses) and signature.use in self._uses
 
     def begin(self, call: Call) -> None:
         """Before anything is known of a call."""
@@ -60,15 +60,15 @@ class Asking:
     def add(self, call: Call, plan: Plan) -> str | None:
         """A plan was captured for a call; an error's text if it is one too many."""
         _warn(plan)
-        self._functions.add(call.signature.function)
+        self._uses.add(call.signature.use)
         constants = set(call.signature.numbers) - set(plan.signature.numbers)
         if constants or not call.answers:
             _, call.tensors = with_constants(call.signature, call.tensors, constants)
             call.signature = replace(plan.signature, draws=())
             self.begin(call)
-        function = call.signature.function
-        if plan.num_places > self._num_places.setdefault(function, plan.num_places):
-            self._num_places[function] = plan.num_places
+        use = call.signature.use
+        if plan.num_places > self._num_places.setdefault(use, plan.num_places):
+            self._num_places[use] = plan.num_places
             self.go_on(call)  # plans that do not know of these places hold no more
         return _problem_of_number(plan, self._plans)
 

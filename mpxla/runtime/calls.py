@@ -264,10 +264,10 @@ class Calls:
         function = call.signature.function
         if function in self._draws:
             self._set_generators(call)
-        if function in self._asking:
+        if call.signature in self._asking:
             self._asking.begin(call)
             problem = self._advance(call, view)
-        elif function in self._counters:
+        elif call.signature in self._counters:
             self._counters.find(call, view)
             problem = self._divide(call)
         else:
@@ -458,11 +458,10 @@ class Calls:
             )
         if plan.is_once and plan.signature.answers is not None:
             return _problem_of_flag(plan)
-        function = call.signature.function
-        problem = self._counters.add(call, plan, function in self._asking)
+        problem = self._counters.add(call, plan, call.signature in self._asking)
         if problem is not None:
             return problem
-        if function in self._counters:
+        if call.signature in self._counters:
             self._counters.find(call, self._watch.look())
             return self._divide(call)
         is_for = [not plan.is_once or i == call.wanted for i in range(len(given))]

@@ -9,7 +9,7 @@ the last microbatch leaves.
 This module must not know how ranks agree on a call.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from mpxla.graph.python.counted import FollowedRead, as_count
@@ -34,11 +34,11 @@ class Counters:
 
     def __init__(self, plans: Plans):
         self._plans = plans
-        self._functions: set[str] = set()
+        self._uses: set[Hashable] = set()
 
-    def __contains__(self, function: str) -> bool:
-        """Whether a step function counts, by its title."""
-        return function in self._functions
+    def __contains__(self, signature: Signature) -> bool:
+        """Whether a step function counts in the models that it is called with."""
+        return bool(self._uses) and signature.use in self._uses
 
     def add(self, call: Call, plan: Plan, has_asked: bool) -> str | None:
         """A plan was captured for a call.
@@ -54,11 +54,12 @@ class Counters:
         assert call.wanted is not None, "it was captured for that one"
         function = call.signature.function
         if plan.followed:
-            self._functions.add(function)
-        if function not in self._functions:
+            self._uses.add(call.signature.use)
+        if call.signature not in self:
             return None
         if has_asked or plan.signature.answers is not None:
-            same = [other for other in self._plans if other.signature.function == function]
+            use = call.signature.use
+            same = [other for other in self._plans if other.signature.use == use]
             names = " and ".join(sorted({name for other in same for name in other.followed}))
             return (
                 f"{function} changes {names}, and branches on values that depend on the model, "

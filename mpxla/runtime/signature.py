@@ -9,7 +9,7 @@ This module must not know how a step is captured or run.
 
 import itertools
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -131,6 +131,11 @@ class Signature:
     def key(self) -> "Signature":
         """Hashable identity: structures can be compared by their texts, and decide the paths."""
         return replace(self, structure=str(self.structure), paths=())
+
+    @property
+    def use(self) -> Hashable:
+        """The function and the objects that it is given: it may count in one model only."""
+        return self.function, tuple(leaf for leaf in self.leaves if isinstance(leaf, LocalObject))
 
     @property
     def of_arguments(self) -> "Signature":
