@@ -175,6 +175,10 @@ class ModelState:
 
     def forget_buffer(self, name: str) -> None:
         """Has no values of a buffer that other ranks hold, whatever somebody has put there."""
+        if self.buffer(name) is None:  # where a script has put None, the others have some again
+            for place in self._places.get(name, ()):
+                if isinstance(place, CarriedTensor):
+                    place.attribute.start()
         buffer = self.buffer(name)
         if buffer is not None and not buffer.is_meta:
             self.set_buffer(name, without_values(buffer))
