@@ -61,9 +61,31 @@ def constant(layer, x):
     return x * layer.made
 
 
+def begun_anew(layer, x):
+    """The script empties it after the first step."""
+    if layer.calls == 0:
+        layer.mean = x.detach().mean(0)
+    else:
+        layer.mean = 0.5 * layer.mean + 0.5 * x.detach().mean(0)
+    layer.calls += 1
+    return x - layer.mean
+
+
+def asked(layer, x):
+    """By a value of the model, which other models of the same step function do not go by."""
+    if layer.count.item() == 0:
+        layer.start.copy_(x.detach().mean(0))
+    layer.count += 1
+    return x - layer.start
+
+
+def empty(layer):
+    layer.mean, layer.calls = None, 0
+
+
 FUNCTIONS = (
     *(counted, counted_in_place, by_the_first_batch),
-    *(averaged, two_at_once, of_none, constant),
+    *(averaged, two_at_once, of_none, constant, asked),
 )
 
 
@@ -71,7 +93,10 @@ class Layer(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.function = function
+        self.mean, self.calls = None, 0
         self.register_buffer("none", None)
+        self.register_buffer("start", torch.zeros(3))
+        self.register_buffer("count", torch.tensor(0.0))
 
     def forward(self, x):
         return self.function(self, x)
@@ -92,18 +117,20 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def expected(function):
+def expected(function, microbatches=MICROBATCHES):
     model = model_of(function)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for number in range(STEPS):
         optimizer.zero_grad()
         losses.append(0.0)
-        for part in batch_of(number).chunk(MICROBATCHES):
-            loss = loss_of(model, part) / MICROBATCHES
+        for part in batch_of(number).chunk(microbatches):
+            loss = loss_of(model, part) / microbatches
             loss.backward()
             losses[-1] += loss.item()
         optimizer.step()
+        if number == 0:
+            empty(model[1])
     return losses
 
 
@@ -118,7 +145,8 @@ def trained(config, functions):
     smp.init({"microbatches": MICROBATCHES, **config})
     results = []
     for function in functions:
-        model = smp.DistributedModel(model_of(function))
+        raw = model_of(function)
+        model = smp.DistributedModel(raw)
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         losses = []
         with logged() as lines:
@@ -126,6 +154,8 @@ def trained(config, functions):
                 optimizer.zero_grad()
                 losses.append(train_step(model, batch_of(number)).reduce_mean().item())
                 optimizer.step()
+                if number == 0:
+                    empty(raw[1])
         told = [line for line in lines if "which no state dict has" in line]
         results.append((losses, told))
     return results
@@ -135,7 +165,7 @@ def trained(config, functions):
     ("stages", "functions"),
     [
         pytest.param(1, FUNCTIONS, marks=pytest.mark.slow),
-        (2, (counted, by_the_first_batch, two_at_once, of_none)),
+        (2, (counted, by_the_first_batch, two_at_once, asked)),
         pytest.param(2, FUNCTIONS, marks=pytest.mark.slow),
     ],
     ids=["one", "two", "two-all"],
@@ -145,6 +175,12 @@ def test_buffers_that_the_first_call_makes(stages, functions):
     for results in run_ranks(trained, stages, config, functions, env={"MPXLA_DEVICE": "pjrt"}):
         for function, (losses, _) in zip(functions, results, strict=True):
             assert losses == pytest.approx(expected(function), rel=1e-9), function.__name__
+
+
+def test_what_a_script_has_emptied_is_there_again_on_all_ranks():
+    config = {"pipeline_parallel_degree": 2, "microbatches": 1}
+    for ((losses, _),) in run_ranks(trained, 2, config, [begun_anew]):
+        assert losses == pytest.approx(expected(begun_anew, 1), rel=1e-9)
 
 
 def test_that_state_dicts_lack_them_is_said():
