@@ -66,20 +66,22 @@ def is_same_step(one: StepGraph, other: StepGraph) -> bool:
     return lines_of(one) == lines_of(other) and outputs_of(one) == outputs_of(other)
 
 
-def outputs_of(step: StepGraph) -> list[Any]:
+def outputs_of(step: StepGraph, with_buffers: bool = True) -> list[Any]:
     """What outputs are computed of, and by what; constants of one shape count as the same.
 
-    And the flags of parameters that it leaves.
+    And the flags of parameters that it leaves. Without buffers, those that it only reads count as
+    constants: tables are often made of them.
     """
     digests: dict[fx.Node, tuple[bool, str]] = {}
-    roles = step.roles
+    roles, changed = step.roles, step.changed
 
     def digest(node: fx.Node) -> tuple[bool, str]:
         value = node.meta.get("val")
         form = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
         role = roles.get(node)
         if role is not None:
-            is_constant = role.kind is InputKind.CONSTANT
+            is_read = role.kind is InputKind.BUFFER and role.name not in changed
+            is_constant = role.kind is InputKind.CONSTANT or (is_read and not with_buffers)
             return is_constant, form if is_constant else f"{role.kind} {role.name} {role.index}"
         inputs = [digests[other] for other in node.all_input_nodes]
         if node.op != "output" and all(is_constant for is_constant, _ in inputs):

@@ -61,6 +61,14 @@ def constant(layer, x):
     return x * layer.made
 
 
+def another_way(layer, x):
+    """What it finds is a constant, and it computes something else with it than without."""
+    if layer.none is None:
+        layer.none = torch.full((3,), 0.5, dtype=torch.float64)
+        return 2 * x
+    return x * layer.none
+
+
 def begun_anew(layer, x):
     """The script empties it after the first step."""
     if layer.calls == 0:
@@ -85,7 +93,7 @@ def empty(layer):
 
 FUNCTIONS = (
     *(counted, counted_in_place, by_the_first_batch),
-    *(averaged, two_at_once, of_none, constant, asked),
+    *(averaged, two_at_once, of_none, constant, another_way, asked),
 )
 
 
@@ -165,7 +173,7 @@ def trained(config, functions):
     ("stages", "functions"),
     [
         pytest.param(1, FUNCTIONS, marks=pytest.mark.slow),
-        (2, (counted, by_the_first_batch, two_at_once, asked)),
+        (2, (counted, by_the_first_batch, two_at_once, another_way, asked)),
         pytest.param(2, FUNCTIONS, marks=pytest.mark.slow),
     ],
     ids=["one", "two", "two-all"],

@@ -353,7 +353,8 @@ class CarriedError(AgainError):
                 owners[id(held)] = table[name]
             forms.setdefault(table[name], form)
         for carried, form in forms.items():
-            carried.is_changed |= self.of_found
+            if self.of_found:
+                carried.is_changed, carried.is_cache = True, False
             carried.take_form(form, self._found)
 
 

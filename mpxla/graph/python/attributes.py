@@ -246,14 +246,32 @@ class AttributeLog:
 
     def constants(self) -> list[tuple[Read, Form]]:
         """Attributes that it has read without tensors, and has given constant ones."""
+        return [(self._written_read(place), form) for place, form in self._constant_places()]
+
+    def _constant_places(self) -> list[tuple[tuple[int, str], Form]]:
         written = [place for place, (_, last) in self.written.items() if last is _CONSTANT]
         places = filter(self._is_read, written)
         known = [(place, self.forms.get(place)) for place in places if _is_of_user(place[1])]
         return [
-            (self._written_read(place), form)
+            (place, form)
             for place, form in known
             if form is not None and is_simple(self.before[place])
         ]
+
+    def carry_constants(self) -> None:
+        """Has constants carried that it has given modules: it goes another way where it finds them.
+
+        Raises:
+            CarriedError: there are some.
+        """
+        found = [
+            (self.held[owner].value, key, form) for (owner, key), form in self._constant_places()
+        ]
+        modules = set(self.model.modules())
+        if carried := [entry for entry in found if entry[0] in modules]:
+            again = CarriedError(carried)
+            again.of_found = True
+            raise again
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.errors import CaptureError
-from mpxla.graph.alike import is_same_step
+from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import CarriedError, Form, form_of
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import CONTAINERS, is_simple
@@ -70,7 +70,8 @@ def carry_changed(
     """Captures with tensors in places that have got constant ones: are these caches?
 
     Raises:
-        CarriedError: the step gives them others then, as to a counter that begins with zeros.
+        CarriedError: the step gives them others then, as to a counter that begins with zeros, or
+            computes something else.
         CaptureError: so it does, in a place whose tensors are not carried.
     """
     given: list[tuple[Read, Any]] = []
@@ -83,7 +84,7 @@ def carry_changed(
         put()
     for read, value in given:
         read.give(value)
-    changed: list[str] = []
+    changed, is_other = list[str](), False
     try:
         if given:
             again = capture()
@@ -93,6 +94,8 @@ def carry_changed(
                     for read, value in given
                     if read.now() is not value or again.log.is_written(read.name)
                 ]
+                one, other = (outputs_of(made.step, with_buffers=False) for made in (first, again))
+                is_other = one != other
             restore(again.log, again.outer)
     except CarriedError as error:
         error.of_found = True
@@ -109,6 +112,8 @@ def carry_changed(
             read.give(value)
     if changed:
         raise refusal(" or ".join(changed), "")
+    if is_other:
+        first.log.carry_constants()
 
 
 def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
