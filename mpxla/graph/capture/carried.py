@@ -326,13 +326,14 @@ class CarriedError(AgainError):
         of_found: whether the step had found such tensors there, in the place of none.
     """
 
-    of_found = False
-
     def __init__(
-        self, left: Sequence[tuple[nn.Module, str, Form]], found: Form | None = None
+        self,
+        left: Sequence[tuple[nn.Module, str, Form]],
+        found: Form | None = None,
+        of_found: bool = False,
     ) -> None:
         super().__init__(", ".join(name for _, name, _ in left))
-        self._left, self._found = left, found
+        self._left, self._found, self.of_found = left, found, of_found
 
     def prepare(self) -> None:
         """Has the attributes carried from here on."""

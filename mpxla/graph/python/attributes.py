@@ -235,9 +235,8 @@ class AttributeLog:
             if filled is not container or form is None or self._is_carried(place):
                 continue
             if isinstance(filled, dict) and any(owner is one for one in self.model.modules()):
-                again = CarriedError([(owner, place[1], form)], form_of(_held_before(filled, held)))
-                again.of_found = True
-                raise again
+                before = form_of(_held_before(filled, held))
+                raise CarriedError([(owner, place[1], form)], before, of_found=True)
 
     def _is_to_carry(self, place: tuple[int, str], form: Form) -> bool:
         if self.written[place][1] is _COMPUTED:
@@ -269,9 +268,7 @@ class AttributeLog:
         ]
         modules = set(self.model.modules())
         if carried := [entry for entry in found if entry[0] in modules]:
-            again = CarriedError(carried)
-            again.of_found = True
-            raise again
+            raise CarriedError(carried, of_found=True)
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""
