@@ -134,7 +134,7 @@ class OptimizerState:
         """
         state, held = self.optimizer.state, set(map(id, parameters_of(self.optimizer)))
         for key in list(state):  # scripts that ask for one leave an empty entry, as torch's does
-            if torch.is_tensor(key) and id(key) not in held and not state[key]:
+            if torch.is_tensor(key) and id(key) not in held and state[key] == {}:
                 del state[key]
         rest = dict(self.optimizer.state_dict())
         state, groups = rest.pop("state", {}), rest.pop("param_groups", None)
@@ -225,6 +225,8 @@ class OptimizerState:
 
     def take_back(self, waiting: Mapping[str, Any]) -> dict[str, Any]:
         """The dict that was shown, with state as scripts have left it."""
+        if "state" not in waiting:  # of an optimizer that has a form of its own
+            return dict(waiting)
         entries = {k: v for k, v in waiting["state"].items() if not isinstance(k, int)}
         for number, parameter in enumerate(parameters_of(self.optimizer)):
             if parameter in self.optimizer.state:
