@@ -583,9 +583,9 @@ class OnObject(OnModule):
         return self.settings
 
 
-def refuse_counters():
+def refuse(kinds):
     found = []
-    for kind in (OnModule, OnObject):
+    for kind in kinds:
         smp.init({"microbatches": 2})
         with pytest.raises(CaptureError) as caught:
             smp.step(train_step)(smp.DistributedModel(kind()), *batch(0))
@@ -595,25 +595,15 @@ def refuse_counters():
 
 
 def test_counters_elsewhere_that_begin_with_constants_are_refused():
-    ((of_module, of_object),) = run_ranks(refuse_counters, 1)
+    ((of_module, of_object),) = run_ranks(refuse, 1, [OnModule, OnObject])
     assert "count, and gives it a tensor" in of_module
     assert "computes with model.settings, and changes it" in of_object
 
 
-def refuse():
-    found = []
-    for kind in (Growing, Elsewhere, Late, LateBuffer, LateQueue, LateParameter):
-        smp.init({"microbatches": 2})
-        with pytest.raises(CaptureError) as caught:
-            smp.step(train_step)(smp.DistributedModel(kind()), *batch(0))
-        found.append(str(caught.value))
-        smp.shutdown()
-    return found
-
-
 @pytest.mark.slow
 def test_what_grows_and_what_is_elsewhere_is_refused():
-    ((growing, elsewhere, *late),) = run_ranks(refuse, 1)
+    kinds = [Growing, Elsewhere, Late, LateBuffer, LateQueue, LateParameter]
+    ((growing, elsewhere, *late),) = run_ranks(refuse, 1, kinds)
     assert "computes with the attribute all of a Growing, where it finds float32[5, 4]" in growing
     assert "leaves float32[9, 4] there. Programs are compiled for one shape" in growing
     assert "reads model.settings.mean, and gives it a tensor at " in elsewhere

@@ -214,8 +214,7 @@ class AttributeLog:
             if form is not None and self._is_to_carry(place, form)
             if _is_of_user(place[1]) and not self._is_carried(place)
         ]
-        modules = set(map(id, model.modules())) if new else ()
-        if new := [one for one in new if id(one[0]) in modules]:
+        if new := self._of_model(new):
             raise CarriedError(new)
         for module, name in gone:
             if not self._is_carried((id(vars(module)), name)):
@@ -234,9 +233,14 @@ class AttributeLog:
             owner, form = self.held[place[0]].value, form_of(filled)
             if filled is not container or form is None or self._is_carried(place):
                 continue
-            if isinstance(filled, dict) and any(owner is one for one in self.model.modules()):
-                before = form_of(_held_before(filled, held))
-                raise CarriedError([(owner, place[1], form)], before, of_found=True)
+            found = self._of_model([(owner, place[1], form)] if isinstance(filled, dict) else [])
+            if found:
+                raise CarriedError(found, form_of(_held_before(filled, held)), of_found=True)
+
+    def _of_model(self, found: list[tuple[Any, str, Form]]) -> list[tuple[Any, str, Form]]:
+        """Those attributes that are of modules of the model: others carry nothing."""
+        modules = set(map(id, self.model.modules())) if found else ()
+        return [one for one in found if id(one[0]) in modules]
 
     def _is_to_carry(self, place: tuple[int, str], form: Form) -> bool:
         if self.written[place][1] is _COMPUTED:
@@ -266,9 +270,8 @@ class AttributeLog:
         found = [
             (self.held[owner].value, key, form) for (owner, key), form in self._constant_places()
         ]
-        modules = set(self.model.modules())
-        if carried := [entry for entry in found if entry[0] in modules]:
-            raise CarriedError(carried, of_found=True)
+        if found := self._of_model(found):
+            raise CarriedError(found, of_found=True)
 
     def changed(self) -> list[Read]:
         """What was read, and changed by the step; with its first value."""
