@@ -22,6 +22,7 @@ from mpxla.graph.python.plain import slots_of
 
 __all__ = [
     "flatten_opened",
+    "has_fakes",
     "holds_numbers",
     "is_open",
     "open_containers",
@@ -174,3 +175,8 @@ pytree.register_pytree_node(
     serialized_type_name="mpxla.graph.containers._Opened",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+
+def has_fakes(value: Any) -> bool:
+    """Whether something is a tensor of a capture, or holds one."""
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))

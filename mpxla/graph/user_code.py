@@ -189,10 +189,10 @@ def at_user_line() -> str:
 
 
 def is_called_by_user() -> bool:
-    """Whether the caller of the caller is neither torch nor what it uses for symbols."""
+    """Whether the caller of the caller is none of torch, what it uses for symbols, and captures."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     name = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] not in ("torch", "sympy")
+    return not f"{name}.".startswith(("torch.", "sympy.", "mpxla.graph."))
 
 
 @contextlib.contextmanager

@@ -20,18 +20,17 @@ from mpxla.graph.capture.step import capture_step
 from mpxla.graph.capture.tensor_places import fix_mask, is_constant
 from mpxla.graph.python.answers import Guess
 from mpxla.graph.python.attempt import Attempt, restore
-from mpxla.graph.python.attributes import (
-    attributes_noted,
-    note_content,
-)
+from mpxla.graph.python.attributes import note_content
 from mpxla.graph.python.container_state import tensor_entries
 from mpxla.graph.python.counted import Counting
 from mpxla.graph.python.draws import Drawer, Draws
 from mpxla.graph.python.floats import Floats
 from mpxla.graph.python.held_objects import held_objects
 from mpxla.graph.python.left_numbers import RecordRead, StandIns, numbers_left
+from mpxla.graph.python.new_names import NewNames
+from mpxla.graph.python.noted_attributes import attributes_noted
 from mpxla.graph.python.outside_reads import outside_values, without_counted
-from mpxla.graph.python.plain import Read
+from mpxla.graph.python.plain import MISSING, Read
 from mpxla.graph.python.reach import Place, outside, places_in
 from mpxla.graph.python.recorded import Recording
 from mpxla.graph.python.rewritten import ChangedArgumentError, RewrittenError, with_copies
@@ -254,11 +253,13 @@ class Tracing:
                 raise ValueNeededError(f"the step changes {', '.join(counting.names)}")
             found, counted = outside(function, model), counting.names | records.keys()
             found.places += own
+            made = NewNames(found, self.state.made)
             values = [read for read in outside_values(found) if read.name not in counted]
             reads = [without_counted(read, counted) for read in values]
             for read in values:
                 note_content(read.now(), self.state.contents)
-            named = ((place.name, place.value, place.get) for place in found.places)
+            there = (place for place in found.places if place.value is not MISSING)
+            named = ((place.name, place.value, place.get) for place in there)
             roots = [("model", model, lambda: model), *named]
             held, contents = held_objects(roots, self.state.held), self.state.contents
             reached = [*found.places, *places_in(held.values())]
@@ -266,9 +267,11 @@ class Tracing:
             by_inputs: dict[str, RecordRead] = {}
 
             def note() -> None:
+                made.check()
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
-                log.note_contents(recorder.is_constant)
+                log.note_tables(recorder)
+                log.note_contents(recorder.is_constant, [read.now() for read in values])
                 others, known_too = numbers_left(
                     log, values, contents, recorder.is_known, self.state.filled_once
                 )

@@ -39,7 +39,7 @@ def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[
     Raises:
         CarriedError: the new tensor has another shape or dtype, and the buffer is in no checkpoint:
             it is to be an attribute, which may change both.
-        CaptureError: the same of a buffer that is in checkpoints.
+        CaptureError: the same of a buffer that is in checkpoints; or a buffer is new.
     """
     modules = [(path, m, dict(m._buffers)) for path, m in model.named_modules()]  # pyright: ignore[reportPrivateUsage]
     for path, _, before in modules:
@@ -73,6 +73,12 @@ def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[
                     f"not have it."
                 )
             resized.append((module, name, form))
+        if made := [name for name in table if name not in before]:
+            raise CaptureError(
+                f"The step function makes the buffer {made[0]} of a {type(module).__name__} by its "
+                f"table (_buffers). Assign it (self.{made[0]} = ...), which steps carry, or "
+                f"register_buffer with a tensor before the first step call."
+            )
     if resized:
         raise CarriedError(resized)
 

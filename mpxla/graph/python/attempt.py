@@ -122,11 +122,14 @@ class Attempt:
         return places
 
     def filled(self) -> list[Read]:
-        """Containers without tensors in which it has changed something."""
+        """Containers without tensors in which it has changed something, or that it has made."""
         reads = [read for read in (*self.outer, *self.own_reads) if read.change() is not None]
-        kinds = (dict, list)
         return [
-            r for r in reads if isinstance(r.value, kinds) and with_other_tensors(r.now()) is None
+            read
+            for read in reads
+            if isinstance(read.value, (dict, list))
+            or (is_simple(read.value) and isinstance(read.now(), (dict, list)))
+            if with_other_tensors(read.now()) is None
         ]
 
     def flags(self, names: Collection[str]) -> dict[str, Read]:

@@ -6,11 +6,9 @@ noticed; attributes that the step itself changes would change once per capture o
 so. This module must not know what is done with what was read.
 """
 
-import contextlib
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,16 +16,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
-from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.exchanged import exchanged
+from mpxla.graph.capture.recorder import BackwardRecorder
+from mpxla.graph.containers import has_fakes
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead
-from mpxla.graph.python.made_objects import keep_made
 from mpxla.graph.python.module_tables import ModuleTables
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.outside_reads import is_known, without_counted
-from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.python.plain import FUNCTIONS, MISSING, SIMPLE, Read, change, plain
 from mpxla.graph.python.recorded import is_recordable, refuse_unrecordable
 from mpxla.graph.python.refusals import refusal, warn_changed, warn_gone
@@ -37,20 +34,19 @@ __all__ = [
     "CONTAINERS",
     "FEW_ELEMENTS",
     "MODE",
+    "MODULE_TABLES",
     "PLAIN_CONTAINERS",
     "AttributeLog",
-    "attributes_noted",
     "is_simple",
     "note_content",
 ]
 
-_OF_MODULES = frozenset(dir(nn.Module))
 MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 FEW_ELEMENTS = 2**16
 """So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
-_TABLES = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, deque)
 PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict, Counter)
 """Those that only hold what was put there."""
@@ -77,6 +73,7 @@ class AttributeLog:
         containers: lists and dictionaries that were read, which the step may fill.
         forms: of the tensors that it has given attributes.
         recorded: attributes of objects whose tensors are there when the step has run.
+        of_constants: containers to which it has only given tensors that are the same in every call.
         tables: of hooks and parts of modules.
         model: whose modules carry tensors, when it has run.
     """
@@ -93,10 +90,15 @@ class AttributeLog:
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
     recorded: set[tuple[int, str]] = field(default_factory=set)
+    of_constants: set[int] = field(default_factory=set)
     tables: ModuleTables = field(init=False)
     model: nn.Module = field(init=False)
+    _at_first: dict[int, dict[str, Any]] = field(init=False)
+    _gone: list[tuple[int, str]] = field(init=False)
 
     def __post_init__(self) -> None:
+        own = ((key, held) for key, held in self.held.items() if held.value is not None)
+        self._at_first = {key: dict(held.table) for key, held in own}  # but for parameters
         values = (one.value for one in self.held.values())
         self.tables = ModuleTables(value for value in values if isinstance(value, nn.Module))
 
@@ -110,8 +112,11 @@ class AttributeLog:
             return
         if _is_of_user(key) and not self._is_counted(place) and not is_number(value):
             is_carrying = carried is not None and carried.note_read()
-            self.first[place] = carried.found if carried else plain(value, self.texts)
-            if isinstance(value, CONTAINERS) and not is_carrying:
+            # What was put there by `__dict__` since then is known to `note_tables`.
+            before = self._at_first.get(id(owner), owner).get(key, MISSING)
+            self.first[place] = carried.found if carried else plain(before, self.texts)
+            is_there = carried is not None or value is before
+            if isinstance(value, CONTAINERS) and not is_carrying and is_there:
                 self.containers[place] = value
                 note_content(value, self.contents)
 
@@ -138,8 +143,44 @@ class AttributeLog:
 
         self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
 
+    def note_assigned(
+        self, owner: dict[str, Any], key: str, before: Any, value: Any, recorder: BackwardRecorder
+    ) -> None:
+        """Notes that an attribute gets another value, or tensors."""
+        written, form = value, None
+        tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+        if tensors:  # which must not be held beyond the step
+            old = pytree.tree_leaves(None if before is MISSING else before)
+            is_alias = _are_parameters(tensors, old, recorder)
+            if MODULE_TABLES[0] in owner:
+                is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
+            else:  # an object, which carries nothing
+                is_same = all(map(recorder.is_known, tensors))
+            is_same = is_same or is_alias or is_cache(owner, key)
+            written = _CONSTANT if is_same else _COMPUTED
+            is_attribute = not any(key in owner.get(table, ()) for table in MODULE_TABLES)
+            form = form_of(value) if is_attribute and not is_alias else None
+        self.note_write(owner, key, before, written, form)
+
+    def note_tables(self, recorder: BackwardRecorder) -> None:
+        """Notes what the step, which has run, has put into attributes by their `__dict__`."""
+        for owner, before in self._at_first.items():
+            table = self.held[owner].table
+            for key, value in table.items():
+                place, old = (owner, key), before.get(key, MISSING)
+                if value is old or place in self.written or self._is_counted(place):
+                    continue
+                if not _is_of_user(key) or isinstance(value, nn.Module):
+                    continue
+                carried = carried_of(table).get(key)
+                is_first = carried is not None and not carried.is_carrying
+                if carried is None or (is_first and isinstance(value, torch.Tensor)):
+                    self.note_assigned(table, key, old, value, recorder)
+                    self.written[place] = "", self.written[place][1]  # nobody saw where
+                    self.first.setdefault(place, plain(old, self.texts))
+
     def note_write(
-        self, owner: dict[str, Any], key: str, value: Any, form: Form | None = None
+        self, owner: dict[str, Any], key: str, before: Any, value: Any, form: Form | None = None
     ) -> None:
         """Notes a write, with the line, and the form of tensors."""
         place = id(owner), key
@@ -151,8 +192,7 @@ class AttributeLog:
             self.forms[place] = form
             line = self.written[place][0] if place in self.written else at_user_line()
             self.written[place] = line, value
-            before = owner.get(key, MISSING) if carried is None else carried.before
-            self.before.setdefault(place, before)
+            self.before.setdefault(place, before if carried is None else carried.before)
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
@@ -177,8 +217,17 @@ class AttributeLog:
                 found.append(ObjectRead.of(held, gets))
         return found
 
-    def note_contents(self, is_constant: Callable[[torch.Tensor], bool]) -> None:
-        """Notes tensors that the step has put in the places of others, or None, in containers."""
+    def note_contents(
+        self, is_constant: Callable[[torch.Tensor], bool], others: Iterable[Any] = ()
+    ) -> None:
+        """Notes tensors that the step has put in the places of others, or None, in containers.
+
+        And which of those, and of others, have got only what is the same in every call.
+        """
+        for container in (*self.containers.values(), *others):
+            leaves = [v for v in pytree.tree_leaves(container) if isinstance(v, FakeTensor)]
+            if leaves and all(map(is_constant, leaves)):
+                self.of_constants.add(id(container))
         held = {id(container): content for container, content in self.contents}
         for place, container in self.containers.items():
             before = _held_before(container, held)
@@ -194,14 +243,14 @@ class AttributeLog:
             new = [leaf for leaf in leaves if id(leaf) not in old]
             written = _CONSTANT if all(map(is_constant, new)) else _COMPUTED
             if written is _COMPUTED or (new and (is_carried or form_of(before) == form)):
-                self.note_write(self.held[place[0]].table, place[1], written, form)
+                self.note_write(self.held[place[0]].table, place[1], before, written, form)
 
     def start_carried(self, model: nn.Module, gone: Sequence[tuple[nn.Module, str]]) -> None:
         """Puts tensors into attributes that the step will give some.
 
         Args:
             model: whose modules carry them; others are objects like any.
-            gone: attributes that the capture has given back, of which a warning tells.
+            gone: attributes that the capture has given back, for `tell_of_gone`.
 
         Raises:
             CarriedError: there are others to be carried: what it gives tensors and reads, what is
@@ -216,9 +265,7 @@ class AttributeLog:
         ]
         if new := self._of_model(new):
             raise CarriedError(new)
-        for module, name in gone:
-            if not self._is_carried((id(vars(module)), name)):
-                warn_gone(f"{self.held[id(vars(module))].name}.{name}")
+        self._gone = [(id(vars(module)), name) for module, name in gone]
         for place in self._started():
             self._carried(place).start()
 
@@ -341,6 +388,12 @@ class AttributeLog:
         for name in names:
             warn_changed(name, self.line(name))
 
+    def tell_of_gone(self) -> None:
+        """Warns of attributes whose tensors nothing carries."""
+        for place in self._gone:
+            if not self._is_carried(place):
+                warn_gone(self._name(place))
+
     @property
     def has_tensors(self) -> bool:
         """Whether the step has put tensors into attributes or containers."""
@@ -375,8 +428,16 @@ class AttributeLog:
             owner = self.held[owner_id]
             if _is_whole(value) and _is_whole(owner.get(key)):
                 owner.put(key, value)
+        self.empty_caches()
         for place in self._started():
             self.held[place[0]].put(place[1], self.before[place])
+
+    def empty_caches(self) -> None:
+        """Takes tensors of the capture out of attributes that had none."""
+        for (owner_id, key), value in self.before.items():
+            owner = self.held[owner_id]
+            if _is_whole(value) and has_fakes(owner.get(key)):
+                owner.put(key, value)
 
     def _started(self) -> list[tuple[int, str]]:
         """Carried attributes that had no tensors, and have got some."""
@@ -430,6 +491,15 @@ class AttributeLog:
         return replace(self.inherited[place], put=partial(self.held[place[0]].put, place[1]))
 
 
+def _are_parameters(
+    tensors: Sequence[torch.Tensor], old: Sequence[Any], recorder: BackwardRecorder
+) -> bool:
+    """Whether all are parameters, in the place of nothing, or of the same ones."""
+    held = [id(leaf) for leaf in old if isinstance(leaf, torch.Tensor)]
+    are_own = all(recorder.stand_in(tensor) is not tensor for tensor in tensors)
+    return are_own and (not held or held == [*map(id, tensors)])
+
+
 def _is_of_user(key: str) -> bool:
     """Whether an attribute of a module is one that user code changes."""
     return key == MODE or key not in OF_TORCH
@@ -474,88 +544,3 @@ def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
             contents.append((value, copy.copy(value)))
         if len(value) <= _MOST_OBJECTS:
             waiting += value.values() if isinstance(value, dict) else value
-
-
-@contextlib.contextmanager
-def attributes_noted(
-    held: dict[int, Held], texts: Set[str], counted: Set[str], contents: list[tuple[Any, Any]]
-) -> Generator[AttributeLog]:
-    """Notes what a step function that is captured inside does with attributes.
-
-    Args:
-        held: objects that count, by the id of their attributes.
-        texts: in the code of the step function.
-        counted: names of attributes that do not count, since they are inputs.
-        contents: gets containers that are read, with what they hold.
-    """
-    log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents)
-    kinds = {type(h.value) for h in held.values() if not isinstance(h.value, nn.Module)}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(parameters_noted(_is_own, log))
-        for kind in (nn.Module, *kinds):
-            stack.enter_context(_class_noted(kind, log))
-        yield log
-
-
-def _is_own(value: Any) -> bool:
-    """Whether this is a parameter of the model of the step function that is captured."""
-    recorder = current_recorder()
-    return recorder is not None and recorder.stand_in(value) is not value
-
-
-def _are_parameters(tensors: Sequence[torch.Tensor], old: Sequence[Any]) -> bool:
-    """Whether all are parameters, in the place of nothing, or of the same ones."""
-    held = [id(leaf) for leaf in old if isinstance(leaf, torch.Tensor)]
-    return all(map(_is_own, tensors)) and (not held or held == [*map(id, tensors)])
-
-
-def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
-    """Notes what is read and written of the objects of a class."""
-    get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
-
-    def get(self: Any, name: str) -> Any:
-        try:
-            value = get_attribute(self, name)
-        except AttributeError:  # which modules have for their parameters, buffers and parts, too
-            owner = object.__getattribute__(self, "__dict__")
-            is_there = any(name in owner.get(table, ()) for table in _TABLES)
-            if current_recorder() is not None and not is_there:
-                log.note_read(owner, name, MISSING)
-            raise
-        if current_recorder() is not None:
-            # Export reads through proxies of modules, which share their tables.
-            owner = object.__getattribute__(self, "__dict__")
-            if name in owner:
-                log.note_read(owner, name, value)
-            elif name == "__dict__" and not isinstance(self, nn.Module):  # by `vars`
-                for key in owner:
-                    log.note_read(owner, key, owner[key])
-            elif name not in _OF_MODULES:
-                log.note_inherited(owner, type(self), name, value)
-        return value
-
-    def set_noted(self: Any, name: str, value: Any) -> None:
-        recorder, owner = current_recorder(), object.__getattribute__(self, "__dict__")
-        if recorder is not None:
-            tables = owner, *(owner.get(table, {}) for table in _TABLES)
-            before = next((t[name] for t in tables if t.get(name) is not None), None)
-            keep_made(value, before, log.held, (id(owner), name), recorder.value_of)
-        if recorder is not None and not isinstance(value, nn.Module):
-            written = value
-            tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-            form = None
-            if tensors:  # which must not be held beyond the step
-                old = pytree.tree_leaves(owner.get(name))
-                is_alias = _are_parameters(tensors, old)
-                if isinstance(self, nn.Module):
-                    is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
-                else:  # which carries nothing
-                    is_same = all(map(recorder.is_known, tensors))
-                is_same = is_same or is_alias or is_cache(owner, name)
-                written = _CONSTANT if is_same else _COMPUTED
-                is_attribute = not any(name in owner.get(table, ()) for table in _TABLES)
-                form = form_of(value) if is_attribute and not is_alias else None
-            log.note_write(owner, name, written, form)
-        set_attribute(self, name, value)
-
-    return exchanged(kind, __getattribute__=get, __setattr__=set_noted)

@@ -20,6 +20,7 @@ from mpxla.graph.python.container_state import with_other_tensors
 from mpxla.graph.python.left_numbers import RecordRead
 from mpxla.graph.python.plain import Read, refill
 from mpxla.graph.python.refusals import LeftTensorError, refusal
+from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import AgainError, OutsideWriteError
 
 __all__ = [
@@ -92,10 +93,11 @@ def carry_changed(
                 changed = [
                     read.name
                     for read, value in given
-                    if read.now() is not value or again.log.is_written(read.name)
+                    if read.now() is not value
+                    or again.log.is_written(read.name)
+                    or read.name in again.computed  # which is put back already
                 ]
-                one, other = (outputs_of(made.step, with_buffers=False) for made in (first, again))
-                is_other = one != other
+                is_other = not _computes_same(first.step, again.step)
             restore(again.log, again.outer)
     except CarriedError as error:
         error.of_found = True
@@ -116,6 +118,17 @@ def carry_changed(
         first.log.carry_constants()
 
 
+def _computes_same(one: StepGraph, other: StepGraph) -> bool:
+    """Whether steps differ in constants only."""
+    return outputs_of(one, with_buffers=False) == outputs_of(other, with_buffers=False)
+
+
+def _holds_same(container: Any, filled: Any) -> bool:
+    """Whether tensors are still those with which it was filled."""
+    held, given = (pytree.tree_leaves(one) for one in (container, filled))
+    return [*map(id, held)] == [*map(id, given)]
+
+
 def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
     """Captures with other tensors in the place of those that the step has left in containers.
 
@@ -134,12 +147,18 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         else:
             read.put(filled)
         try:
-            is_same = comes_again(first, capture)
-        except WrittenPlacesError:  # to these tensors
-            is_same = False
+            again = capture()
+            restore(again.log, again.outer)
+            is_same = is_same_step(first.step, again.step) or (
+                id(left) in first.log.of_constants
+                and _holds_same(read.now(), filled)
+                and _computes_same(first.step, again.step)
+            )
         except CarriedError as error:
             error.of_found = True
             raise
+        except (Exception, WrittenPlacesError):  # of these tensors
+            is_same = False
         finally:  # also where it is found that they are to be carried
             if own is left:
                 refill(own, content)

@@ -80,7 +80,7 @@ def parameters_noted(is_own: Callable[[Any], bool], log: Any) -> AbstractContext
 
     def set_noted(self: Any, name: str, value: Any) -> None:
         if is_noted(self, name) and not _has_tensors(value) and is_called_by_user():
-            log.note_write(vars(self), name, value)
+            log.note_write(vars(self), name, vars(self).get(name, MISSING), value)
         set_attribute(self, name, value)
 
     return exchanged(nn.Parameter, __getattribute__=get, __setattr__=set_noted)

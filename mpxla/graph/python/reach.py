@@ -59,10 +59,13 @@ class Outside:
         places: their closures and globals, attributes of the user's modules, classes and functions
             among these, and plain ones of the classes of objects.
         names: attributes and texts in their code.
+        owners: what may get names: the user's classes and functions, and tables of globals, by id,
+            with the text before such a name.
     """
 
     places: list[Place] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    owners: dict[int, tuple[str, Any]] = field(default_factory=dict)
 
 
 def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
@@ -98,6 +101,9 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
         if own is not None and id(own) not in seen:
             seen.add(id(own))
             found.names.update(_texts(own.__code__))
+            if _is_users(own):
+                found.owners[id(own)] = f"{own.__name__}.", own
+                found.owners[id(own.__globals__)] = "", own.__globals__
             for place in _of_function(own):
                 found.places.append(place)
                 if _is_followed(place.value, own):
@@ -107,6 +113,7 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
         if not waiting:
             waiting = [f for f in _methods(kinds, found.names) if id(f) not in seen]
     found.places += _of_classes(kinds, found.names)
+    found.owners |= {id(kind): (f"{kind.__name__}.", kind) for kind in filter(_is_users, kinds)}
     # A number that becomes an input has one place, by whatever names code gets to it.
     found.places = list({p.owner or (p.name, id(p.value)): p for p in found.places}.values())
     return found

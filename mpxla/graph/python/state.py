@@ -25,12 +25,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import FormError
+from mpxla.graph.containers import has_fakes
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.python.attributes import (
     MODE,
+    is_simple,
     note_content,
 )
 from mpxla.graph.python.container_state import (
@@ -57,7 +61,8 @@ from mpxla.graph.python.left_tensors import (
 )
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
 from mpxla.graph.python.outside_reads import kept
-from mpxla.graph.python.plain import MISSING, Change, Read, plain, refill
+from mpxla.graph.python.plain import MISSING, Change, Read, change, plain, refill
+from mpxla.graph.python.reach import Place
 from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.python.refusals import refusal, warn_changed
 from mpxla.graph.stepgraph import StepGraph
@@ -86,6 +91,7 @@ class PythonState:
         filled_once: lists by which a step goes that appends plain data or tensors to them.
         contents: gets containers that a capture reads, with what they hold before.
         held: gets objects whose attributes captures may read.
+        made: gets names that the function makes outside of these (`new_names.py`).
         is_trial: whether captures are not to be used, and leave nothing.
     """
 
@@ -96,12 +102,14 @@ class PythonState:
         self._followed: dict[str, FollowedRead] = {}
         self._of_model: set[str] = set()
         self._may_count = True
+        self._last: Attempt | None = None
         self._asks = self.is_trial = False
         self._written: dict[str, RecordRead] = {}
         self._refusal: CaptureError | None = None
         self.filled_once: set[str] = set()
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
+        self.made: list[Place] = []
 
     def stop_counting(self, asks: bool = False) -> None:
         """From here on nothing is followed, and only counted where the step asks for values."""
@@ -139,6 +147,7 @@ class PythonState:
                 found = self._found(capture)
                 if found[0].is_question or self.is_trial:  # the whole step comes after it
                     self._restart()
+                self._empty_caches()
                 return found
             except AgainError as error:
                 self._restart()
@@ -218,6 +227,24 @@ class PythonState:
         self._written |= places
         self._refusal = refusal
 
+    def _empty_caches(self) -> None:
+        """Takes tensors of the capture out of what it leaves: every capture fills caches anew."""
+        assert self._last is not None, "it was judged"
+        self._last.log.empty_caches()
+        for read in self._last.outer:
+            if read.put is not None and is_simple(read.value) and has_fakes(read.now()):
+                read.give(read.value)
+        for container, content in self.contents:
+            if isinstance(container, dict):
+                for key in [key for key, value in container.items() if has_fakes(value)]:
+                    if key in content:
+                        container[key] = content[key]
+                    else:
+                        del container[key]
+            elif len(container) == len(content) and any(map(has_fakes, container)):
+                pairs = zip(container, content, strict=True)
+                refill(container, [old if has_fakes(new) else new for new, old in pairs])
+
     def _restart(self) -> None:
         """Before another capture: containers, and what is followed, are what they were."""
         self._refill()
@@ -252,8 +279,10 @@ class PythonState:
         known, filled = kept([*outer, *own])
         reads = [*reads, *known, *self._followed.values(), *records.values()]
         is_question = first.step.is_question  # which leaves nothing
-        left, self._left = [] if is_question else first.left(), first.log.left_carried()
+        left = [] if is_question else first.left()
+        self._left = [*first.log.left_carried(), first.log.tell_of_gone]
         constants = [*first.log.constants(), *constants_of(first.outer)]
+        self._last = first
         is_cache, once, counts = False, list[Read](), set[str]()
         try:
             once, counts = self._once(first, changed, capture) if changed else (once, counts)
@@ -269,7 +298,9 @@ class PythonState:
         refuse_carried(first, capture)
         memos = self._memos(first, capture)
         if not is_question:
-            _warn_of([read for read in filled if read.name not in memos])
+            caches = first.log.of_constants
+            others = [r for r in filled if not (id(r.content) in caches and _only_got_tensors(r))]
+            _warn_of([read for read in others if read.name not in memos])
         reads += [_as_it_is(read) for read in filled if read.name in memos]
         if not once and not is_question:
             first.log.warn(name for name in changed if name in counts)
@@ -381,7 +412,14 @@ class PythonState:
             raise _CacheError from error
         try:
             again = second.changed().keys() & changed.keys()
-            if is_same_step(first.step, second.step):
+            begun = [read for name, read in first.begun().items() if name in again]
+            is_same = is_same_step(first.step, second.step)
+            for more in (1000, 1001) if is_same and begun else ():
+                # `2 * x if n % 2 else n * x` is the same for n = 1, 2 and 3.
+                for read in begun:
+                    read.give(read.now() + more)
+                is_same = is_same and comes_again(second, capture)
+            if is_same:
                 return [], again
             if again:
                 self._follow(first, again)
@@ -447,6 +485,14 @@ def _as_it_is(read: Read) -> Read:
 def _warn_of(reads: Iterable[Read]) -> None:
     for read in reads:
         warn_changed(read.name)
+
+
+def _only_got_tensors(read: Read) -> bool:
+    """Whether a dictionary is what it was but for tensors."""
+    if not isinstance(held := read.content, dict):
+        return False
+    rest = {key: value for key, value in held.items() if not isinstance(value, torch.Tensor)}
+    return change("", read.value or {}, plain(rest, read.names)) is None
 
 
 def _is_mode(name: str) -> bool:

@@ -1,0 +1,319 @@
+"""State and caches that a forward keeps outside of attributes: they are followed, or an error."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.errors import CaptureError
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+MICROBATCHES, STEPS = 2, 3
+
+
+class Box:
+    """A place for what a forward keeps."""
+
+    value = None
+
+
+CACHE, TABLES, BOX = {}, [None] * 3, Box()
+MASK = None
+
+
+def helper():
+    """A function with attributes."""
+
+
+def by_its_table(layer, x):
+    table = vars(layer)
+    table["mean"] = 0.5 * table.get("mean", 0) + x.detach().mean(0)
+    return x - table["mean"]
+
+
+def begun_by_its_table(layer, x):
+    layer.__dict__.setdefault("sum", torch.zeros(3, dtype=torch.float64))
+    layer.__dict__["sum"] = layer.sum + 1
+    return x * layer.sum
+
+
+def counted_by_its_table(layer, x):
+    layer.__dict__["calls"] = layer.__dict__.get("calls", 0) + 1
+    return x * layer.__dict__["calls"]
+
+
+def begun_alike(layer, x):
+    """The first two calls are the same."""
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return 2 * x if layer.calls % 2 else x * layer.calls
+
+
+def counted_by_the_class(layer, x):
+    type(layer).calls = getattr(type(layer), "calls", 0) + 1
+    return 2 * x if type(layer).calls % 2 else x * type(layer).calls
+
+
+def counted_by_a_function(_, x):
+    helper.calls = getattr(helper, "calls", 0) + 1
+    return x * helper.calls
+
+
+def counted_by_a_new_global(_, x):
+    global CALLS
+    try:
+        CALLS = CALLS + 1
+    except NameError:
+        CALLS = 1
+    return x * CALLS
+
+
+def another_way_once(_, x):
+    if not hasattr(Layer, "is_warm"):
+        Layer.is_warm = True
+        return 2 * x
+    return x
+
+
+def positions():
+    return torch.arange(3, dtype=torch.float64)
+
+
+def cached_by_a_dictionary(_, x):
+    if x.shape[1] not in CACHE:
+        CACHE[x.shape[1]] = positions(), positions() / 2
+    return x + CACHE[x.shape[1]][0] * CACHE[x.shape[1]][1]
+
+
+def cached_inside(_, x):
+    return x + CACHE.setdefault("tables", {}).setdefault(x.shape[1], positions())
+
+
+def cached_if_too_short(_, x):
+    table = CACHE.get("table")
+    if table is None or len(table) < x.shape[1]:
+        CACHE["table"] = table = torch.arange(8, dtype=torch.float64)
+    return x + table[: x.shape[1]]
+
+
+def cached_in_a_list(_, x):
+    if TABLES[1] is None:
+        TABLES[1] = positions()
+    return x + TABLES[1]
+
+
+def cached_by_a_global(_, x):
+    global MASK
+    if MASK is None:
+        MASK = positions()
+    return x + MASK
+
+
+def cached_by_an_object(_, x):
+    if BOX.value is None:
+        BOX.value = positions()
+    return x + BOX.value
+
+
+def cached_by_a_new_dictionary(_, x):
+    if not hasattr(BOX, "tables"):
+        BOX.tables = {}
+    if x.shape[1] not in BOX.tables:
+        BOX.tables[x.shape[1]] = positions()
+    return x + BOX.tables[x.shape[1]]
+
+
+def cached_by_a_function(_, x):
+    helper.tables = getattr(helper, "tables", None) or {}
+    if 0 not in helper.tables:
+        helper.tables[0] = positions()
+    return x + helper.tables[0]
+
+
+def cached_by_the_class(layer, x):
+    if not hasattr(layer, "table"):
+        type(layer).table = positions()
+    return x + layer.table
+
+
+def tensors_of_the_class(layer, x):
+    type(layer).sum = getattr(type(layer), "sum", torch.zeros(3, dtype=torch.float64)) + 1
+    return x * type(layer).sum
+
+
+def begun_by_the_class(_, x):
+    Layer.sum = Layer.sum + x.detach().mean(0) if hasattr(Layer, "sum") else x.new_zeros(3)
+    return x - Layer.sum
+
+
+def tensors_of_a_function(_, x):
+    helper.sum = getattr(helper, "sum", torch.zeros(3, dtype=torch.float64)) + 1
+    return x * helper.sum
+
+
+def another_way_by_a_dictionary(_, x):
+    if "sum" not in CACHE:
+        CACHE["sum"] = positions()
+        return x
+    return x * CACHE["sum"]
+
+
+def summed_in_a_dictionary(_, x):
+    CACHE["sum"] = CACHE.get("sum", positions()) + 1
+    return x * CACHE["sum"]
+
+
+def lists_of_a_global(_, x):
+    global MASK
+    MASK = [*(MASK or []), 1]
+    return x * len(MASK)
+
+
+def lists_of_the_class(_, x):
+    Layer.seen = [*getattr(Layer, "seen", []), 1]
+    return x * len(Layer.seen)
+
+
+def buffer_by_its_table(layer, x):
+    layer._buffers["made"] = layer._buffers.get("made", 0) + x.detach().mean(0)
+    return x - layer.made
+
+
+STATE = (
+    *(by_its_table, begun_by_its_table, counted_by_its_table, begun_alike),
+    *(counted_by_the_class, counted_by_a_function, counted_by_a_new_global, another_way_once),
+)
+CACHES = (
+    *(cached_by_a_dictionary, cached_inside, cached_if_too_short, cached_in_a_list),
+    *(cached_by_a_global, cached_by_an_object, cached_by_a_new_dictionary),
+    *(cached_by_a_function, cached_by_the_class),
+)
+REFUSED = {
+    tensors_of_the_class: "reads Layer.sum, and gives it a tensor",
+    begun_by_the_class: "reads Layer.sum, and gives it a tensor",
+    tensors_of_a_function: "reads helper.sum, and gives it a tensor",
+    another_way_by_a_dictionary: "reads CACHE, and gives it a tensor",
+    summed_in_a_dictionary: "reads CACHE, and gives it a tensor",
+    lists_of_a_global: "computes with MASK, and changes it",
+    lists_of_the_class: "computes with Layer.seen, and changes it",
+    buffer_by_its_table: "makes the buffer made of a Layer by its table",
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def forget():
+    """Everything is what it was when this file was imported."""
+    global MASK
+    MASK, TABLES[1] = None, None
+    globals().pop("CALLS", None)
+    CACHE.clear()
+    vars(BOX).clear()
+    vars(helper).clear()
+    for name in {"calls", "is_warm", "table", "sum", "seen"} & vars(Layer).keys():
+        delattr(Layer, name)
+
+
+def model_of(function):
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 3), nn.Linear(3, 2)
+    return nn.Sequential(first, Layer(function), nn.Tanh(), last).double()
+
+
+def batch_of(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 4, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def expected(function):
+    forget()
+    model = model_of(function)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        parts = batch_of(number).chunk(MICROBATCHES)
+        losses.append(0.0)
+        for part in parts:
+            loss = loss_of(model, part) / MICROBATCHES
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(sum(loss_of(model, part).item() for part in parts) / MICROBATCHES)
+    return losses
+
+
+@smp.step
+def train_step(model, x):
+    loss = loss_of(model, x)
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, x):
+    return loss_of(model, x)
+
+
+def trained(function):
+    forget()
+    model = smp.DistributedModel(model_of(function))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(train_step(model, batch_of(number)).reduce_mean().item())
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(evaluate(model, batch_of(number)).reduce_mean().item())
+    return losses
+
+
+def losses_of(config, functions):
+    smp.init({"microbatches": MICROBATCHES, **config})
+    return [trained(function) for function in functions]
+
+
+def errors_of(functions):
+    smp.init({"microbatches": MICROBATCHES})
+    found = []
+    for function in functions:
+        with pytest.raises(CaptureError) as caught:
+            trained(function)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "functions"),
+    [
+        pytest.param(1, (*STATE, *CACHES), marks=pytest.mark.slow),
+        (2, (begun_by_its_table, counted_by_the_class, cached_inside, cached_by_a_new_dictionary)),
+        pytest.param(2, (*STATE, *CACHES), marks=pytest.mark.slow),
+    ],
+    ids=["one", "two", "two-all"],
+)
+def test_state_and_caches(stages, functions):
+    config = {"pipeline_parallel_degree": stages}
+    for results in run_ranks(losses_of, stages, config, functions, env={"MPXLA_DEVICE": "pjrt"}):
+        for function, losses in zip(functions, results, strict=True):
+            assert losses == pytest.approx(expected(function), rel=1e-9), function.__name__
+
+
+def test_what_nothing_carries_is_refused():
+    (errors,) = run_ranks(errors_of, 1, [*REFUSED])
+    for text, error in zip(REFUSED.values(), errors, strict=True):
+        assert text in error
