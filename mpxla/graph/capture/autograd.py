@@ -106,6 +106,34 @@ class _Traced:
         self.tensors = [leaves[i] for i in self._places]
         self.changed: list[int] = []
         self._gradients_outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._as_it_is = frozenset[int]()
+        try:
+            self._run()
+            is_told_apart = self._encloses_arguments()
+        except RuntimeError as error:
+            if "to not have been used in the graph" not in str(error):
+                raise
+            is_told_apart = True
+        if is_told_apart:
+            self._as_it_is = frozenset(i for i, v in enumerate(self.tensors) if v.requires_grad)
+            self._run()
+
+    def _encloses_arguments(self) -> bool:
+        """Whether the function reads arguments, or what was made of them, by other ways too.
+
+        Its backward may differentiate what it computes of these with respect to the arguments, as
+        checkpoints that are given a module and its parameters do. Stand-ins would have no part in
+        it.
+        """
+        given = set(map(id, self.tensors))
+        return any(
+            id(tensor) in given or (tensor.requires_grad and not tensor.is_leaf)
+            for tensor in self.outside
+        )
+
+    def _run(self) -> None:
+        """Makes the graph, in the way that the function allows."""
+        self._forward_names, self.changed = set(), []
         stand_ins = _stand_ins(self.tensors)
         try:
             module = self._trace(stand_ins, self._joint, is_composed=True)
@@ -179,9 +207,11 @@ class _Traced:
         self._gradients_outside.clear()
         leaves = list(self._leaves)
         own = [v.clone() if i in self.changed else v for i, v in enumerate(inputs)]
+        own = [self.tensors[i] if i in self._as_it_is else v for i, v in enumerate(own)]
         for place, value in zip(self._places, own, strict=True):
             leaves[place] = value
-            self._know_as(value, self._leaves[place])
+            if value is not self._leaves[place]:
+                self._know_as(value, self._leaves[place])
         args = pytree.tree_unflatten(leaves, self._spec)
         args = own_containers(self._args, args)
         needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in self._args)

@@ -91,7 +91,9 @@ def _power_sums(order: float, dtype: torch.dtype, *gradients: torch.Tensor) -> l
     """Sum of the powers [1] of all elements, or the largest magnitude; in a dtype for all ranks."""
     if order == float("inf"):
         return [torch.stack([g.abs().max().to(dtype) for g in gradients]).max().reshape(1)]
-    values = [g if g.dtype == torch.float64 else g.float() for g in gradients]
+    # Of complex numbers the magnitudes count.
+    real = [g.abs() if g.is_complex() else g for g in gradients]
+    values = [g if g.dtype == torch.float64 else g.float() for g in real]
     powers = [v.square() if order == 2.0 else v.abs().pow(order) for v in values]
     return [torch.stack([power.sum().to(dtype) for power in powers]).sum().reshape(1)]
 
@@ -291,4 +293,5 @@ def _ids(store: ParameterStore) -> tuple[set[int], set[int], set[int]]:
 
 def _dtype_of_norm(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     """What PyTorch gives, but for 16 bits, whose norm is in float32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    is_double = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
+    return torch.float64 if is_double else torch.float32

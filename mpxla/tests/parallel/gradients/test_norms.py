@@ -120,3 +120,39 @@ def clip_too_early():
 def test_clipping_before_the_first_step():
     for text in run_ranks(clip_too_early, 2):
         assert "clip_grad_norm_ needs gradients: call it after the first call of a step" in text
+
+
+class Turning(nn.Module):
+    """With complex weights in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.enter, self.leave = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.leave((self.enter(x).to(self.turn.dtype) @ self.turn).abs())
+
+
+def clip_complex():
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(Turning())
+    step = smp.step(loss_of)
+    found = []
+    for order in ORDERS:
+        model.zero_grad()
+        step(model, batch())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+        found.append((norm.item(), smp.clip_grad_norm_(model.parameters(), 1e9, order).item()))
+    return found
+
+
+def test_complex_gradients_count_by_their_magnitudes():
+    for found in run_ranks(clip_complex, 2):
+        for order, (norm, again) in zip(ORDERS, found, strict=True):
+            model = Turning()
+            model(batch()).square().sum().backward()
+            expected = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+            assert norm == pytest.approx(expected.item(), rel=1e-5), order
+            assert again == pytest.approx(0.5, rel=1e-5), order

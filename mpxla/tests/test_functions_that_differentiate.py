@@ -1,0 +1,134 @@
+"""Functions of the user whose backward computes again, and asks for gradients of the arguments.
+
+What they compute with has come by another way: a module is enclosed, or kept in `ctx`, and its
+parameters are arguments too. Checkpoints of diffusion models and adjoints of solvers are so. All
+train on two ranks, as plain PyTorch does.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.tests.clients import merged
+from mpxla.tests.ranks.run import run_ranks
+
+NUM_STEPS = 3
+
+
+class Checkpoint(torch.autograd.Function):
+    """Of a function and the parameters that it uses; what is not used has no gradient."""
+
+    @staticmethod
+    def forward(ctx, function, x, *parameters):
+        ctx.function, ctx.x, ctx.parameters = function, x, parameters
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x.view_as(x))
+        wanted = (x, *ctx.parameters)
+        return None, *torch.autograd.grad(y, wanted, gradient, allow_unused=True)
+
+
+class Strict(torch.autograd.Function):
+    """All have to be used. Wrong on purpose."""
+
+    @staticmethod
+    def forward(ctx, function, x, *tensors):
+        ctx.function = function
+        ctx.save_for_backward(x, *tensors)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *tensors = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return None, 2 * gradient, *torch.autograd.grad(y, tensors, gradient)
+
+
+def of_value(model, x):
+    scale = model.other(x)
+    return Strict.apply(lambda y: (y * scale).tanh(), x, scale)
+
+
+def of_what_follows(model, x):
+    scale = model.other(x)
+    sine = scale.sin()
+    return Checkpoint.apply(lambda y: (y * sine).tanh(), x, scale)
+
+
+CASES = {
+    "module": lambda m, x: Checkpoint.apply(m.other, x, *m.other.parameters()),
+    "unused": lambda m, x: Checkpoint.apply(m.other, x, *m.other.parameters(), m.idle),
+    "strict": lambda m, x: Strict.apply(m.other, x, m.other.weight, m.other.bias),
+    "value": of_value,
+    "follows": of_what_follows,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        torch.manual_seed(5)
+        self.enter, self.other, self.leave = (nn.Linear(4, 4) for _ in range(3))
+        self.idle = nn.Parameter(torch.randn(4))
+        self.name = name
+
+    def forward(self, x):
+        return self.leave(CASES[self.name](self, self.enter(x).tanh()).tanh())
+
+
+def batches():
+    return torch.randn(NUM_STEPS, 6, 4, generator=torch.Generator().manual_seed(3))
+
+
+def trained():
+    """Losses and final parameters on this rank, by case."""
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    found = {}
+    for name in CASES:
+        model = smp.DistributedModel(Net(name))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for x in batches():
+            optimizer.zero_grad()
+            losses.append(step(model, x).reduce_mean().item())
+            optimizer.step()
+        found[name] = losses, {n: p.detach().cpu() for n, p in model.local_named_parameters()}
+    return found
+
+
+def trained_plainly(name):
+    model = Net(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x in batches():
+        optimizer.zero_grad()
+        loss = sum(model(part).square().mean() for part in x.chunk(2)) / 2
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_gradients_of_arguments_that_the_function_encloses():
+    first, second = run_ranks(trained, 2, timeout_s=300)
+    for name in CASES:
+        losses, parameters = trained_plainly(name)
+        assert first[name][0] == pytest.approx(losses, rel=1e-4), name
+        held = merged([first[name][1], second[name][1]])
+        torch.testing.assert_close({name: held}, {name: parameters}, rtol=1e-4, atol=1e-6)
