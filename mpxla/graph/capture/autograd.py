@@ -31,6 +31,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.functions import PartialFunction, TracedFunction, operator_of
 from mpxla.graph.normalize import has_writes
+from mpxla.graph.replay import Replay
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
 from mpxla.graph.typed import outputs_of
@@ -145,7 +146,9 @@ class _Traced:
         if module is not None and _has_rows(module.graph):
             module = self._trace(stand_ins, self._joint, is_composed=False)
         if module is None or has_writes(module.graph):
-            functional = dispatch_functionalize(self._joint)
+            # What was decided by values is decided: these tensors are of a kind that has none.
+            written = self._joint if module is None else self._again(module)
+            functional = dispatch_functionalize(written)
             try:
                 module = self._trace(stand_ins, functional, is_composed=False)
             except RuntimeError as error:
@@ -159,6 +162,28 @@ class _Traced:
         for node in [n for n in self.graph.nodes if n.target is torch._C._set_grad_enabled]:  # pyright: ignore[reportPrivateUsage]
             self.graph.erase_node(node)
         self.outside = _lifted(module, self._forward_names)
+
+    def _again(self, module: fx.GraphModule) -> Callable[..., Any]:
+        """What the graph computes, as a function that says again where the forward ends."""
+        nodes = module.graph.nodes
+        begin = next(
+            n for n in nodes if n.op != "placeholder" and n.name not in self._forward_names
+        )
+        results = outputs_of(module.graph)[: len(self.has_gradient)]
+
+        def run(*inputs: torch.Tensor) -> Any:
+            with DisableTorchFunction():
+                replay = Replay(module, begin, results, self._ends_forward)
+                return replay.run(*inputs, enable_io_processing=False)
+
+        return run
+
+    def _ends_forward(self, results: Sequence[torch.Tensor]) -> None:
+        for result in results:
+            if isinstance(result, FunctionalTensor):  # reads writes to its memory now, not later
+                torch._sync(result)  # pyright: ignore[reportPrivateUsage]
+        tracer = cast(Any, get_proxy_mode()).tracer
+        self._forward_names = {node.name for node in tracer.graph.nodes}
 
     def _trace(
         self, stand_ins: list[torch.Tensor], joint: Callable[..., Any], is_composed: bool
@@ -244,11 +269,7 @@ class _Traced:
         if self._used is not None:
             self.has_gradient = list(self._used)
         self.wants_zeros = context.materialize_grads
-        for result in results:
-            if isinstance(result, FunctionalTensor):  # reads writes to its memory now, not later
-                torch._sync(result)  # pyright: ignore[reportPrivateUsage]
-        tracer = cast(Any, get_proxy_mode()).tracer
-        self._forward_names = {node.name for node in tracer.graph.nodes}
+        self._ends_forward(results)
         # Each is one node, which becomes an argument of the backward. The modes of mpxla, which do
         # not see it, would take it for a constant, and decide `if gradient.norm() > 1` by that.
         with DisableTorchFunction():
