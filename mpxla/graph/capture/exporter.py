@@ -12,6 +12,7 @@ from torch import fx
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.export import _trace as torch_exporter
 from torch.fx import graph
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
 
 from mpxla.graph.exchanged import exchanged, restored
@@ -30,6 +31,7 @@ def exporter_prepared() -> Generator[None]:
         _attributes_left(),
         _registration_hooks_kept(),
         _attributes_named_by_keywords(),
+        _modules_as_they_are(),
         _inlined_without_text(replace_autocast_with_hop_pass),
         _inlined_without_text(replace_set_grad_with_hop_pass),
     ):
@@ -88,6 +90,18 @@ def _inlined_without_text(regions: Any) -> AbstractContextManager[None]:
             return inline(node)
 
     return exchanged(regions, node_inline_=inline_only)
+
+
+def _modules_as_they_are() -> AbstractContextManager[None]:
+    """Shows modules themselves where some module of the model has two names.
+
+    Torch shows stand-ins of other classes then, to tell which name was used: with one of these,
+    `type(layer) is nn.Linear` is not true, and `self.__class__(...)` makes no module.
+    """
+    tracer: Any = getattr(proxy_tensor, "_ModuleStackTracer", None)
+    if tracer is None:
+        return contextlib.nullcontext()
+    return exchanged(tracer, enable_attr_proxy=property(lambda _: False, lambda *_: None))
 
 
 def _attributes_named_by_keywords() -> AbstractContextManager[None]:

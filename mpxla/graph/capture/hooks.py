@@ -10,13 +10,11 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Generator
-from types import MethodType
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
@@ -195,7 +193,6 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
         yield
     finally:
         for module, attributes in before:
-            _without_proxies(module)
             now = {k: v for k, v in vars(module).items() if k not in _STATE}
             changed = [name for name, value in now.items() if _is_new(value, attributes.get(name))]
             for name in changed:
@@ -205,25 +202,6 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
                     del vars(module)[name]
             if not type(module).__module__.startswith("torch."):
                 gone += ((module, name) for name in changed)
-
-
-def _without_proxies(module: nn.Module) -> None:
-    """Puts modules in the place of the proxies that `forward` has left in attributes.
-
-    Torch shows these where modules share a layer, and they are of one capture. A layer gets its own
-    `forward` back so, where the step has had another one in its place for a while.
-    """
-    for table in (vars(module), vars(module)["_modules"]):
-        for name, value in table.items():
-            if isinstance(value, _PROXIES):
-                table[name] = value.get_base()
-            elif isinstance(value, MethodType):
-                owner: Any = value.__self__
-                if isinstance(owner, _PROXIES):
-                    table[name] = MethodType(value.__func__, owner.get_base())
-
-
-_PROXIES: Any = getattr(proxy_tensor, "_AttrProxy", ())
 
 
 def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, Any]:

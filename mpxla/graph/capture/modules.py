@@ -23,12 +23,11 @@ def modules_noted(
         running: has those that run, the innermost last.
     """
     call, get = nn.Module.__call__, nn.Module.__getattr__
-    # Export calls modules of the model through proxies, which share their tables.
-    known = {id(vars(module)) for module in model.modules()}
+    known = {id(module) for module in model.modules()}
 
     def note(module: nn.Module) -> None:
-        if id(vars(module)) not in known:
-            known.add(id(vars(module)))
+        if id(module) not in known:
+            known.add(id(module))
             found.append(module)
 
     def noted_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
