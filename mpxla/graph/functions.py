@@ -170,7 +170,8 @@ def applied(
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             flags = zip(gradients, function.has_gradient, strict=True)
-            given = [gradient for gradient, has_gradient in flags if has_gradient]
+            # The backward was traced with gradients that lie in memory without gaps.
+            given = [gradient.contiguous() for gradient, has_gradient in flags if has_gradient]
             found = iter(backward(*ctx.saved_tensors, *given))
             return tuple(next(found) if wanted else None for wanted in function.is_differentiated)
 

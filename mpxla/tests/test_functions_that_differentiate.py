@@ -72,6 +72,20 @@ class Deciding(torch.autograd.Function):
         return None, None, *found
 
 
+class Flattening(torch.autograd.Function):
+    """Adds up in one piece, which the gradient of a transposed result is not. Wrong on purpose."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.stack([x, 2 * x], 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = torch.ones(gradient.numel())
+        total += 2 * gradient.reshape(-1)
+        return total.reshape(gradient.shape)[:, 1]
+
+
 def of_value(model, x):
     scale = model.other(x)
     return Strict.apply(lambda y: (y * scale).tanh(), x, scale)
@@ -89,6 +103,7 @@ CASES = {
     "strict": lambda m, x: Strict.apply(m.other, x, m.other.weight, m.other.bias),
     "value": of_value,
     "follows": of_what_follows,
+    "transposed": lambda m, x: Flattening.apply(x).transpose(0, 1)[1],
     "deciding": lambda m, x: Deciding.apply(
         m.other, torch.linspace(0, 1, 3), x, *m.other.parameters()
     ),
