@@ -11,7 +11,7 @@ from mpxla.device.backend import Backend
 from mpxla.env import LaunchEnv
 from mpxla.errors import ConfigError
 from mpxla.log import root_logger_kept
-from mpxla.python_random import python_random_kept
+from mpxla.random_states import random_kept
 
 __all__ = ["BACKENDS", "name_of_backend", "open_backend"]
 
@@ -104,5 +104,5 @@ def _is_installed(package: str) -> bool:
 def _opened(name: str) -> Backend:
     _, module, kind = BACKENDS[name]
     # The import of jax draws random numbers, which a script that has seeded NumPy would miss.
-    with root_logger_kept(), collection_paused(), python_random_kept():
+    with root_logger_kept(), collection_paused(), random_kept():
         return getattr(importlib.import_module(module), kind)()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from mpxla.graph.python.counted import as_count
-from mpxla.graph.python.draws import Draw, Drawer, Sources, State
+from mpxla.graph.python.draws import Draw, Drawer, Sources
+from mpxla.random_states import States
 from mpxla.runtime.plans.cache import Plan
 from mpxla.runtime.rewriting import problem_of_memory
 from mpxla.runtime.signature import Signature, with_constants
@@ -77,7 +78,7 @@ class Call:
     seed: int = 0
     drawer: Drawer | None = None
     sources: Sources | None = None
-    generators: State | None = None
+    generators: States | None = None
     began: dict[str, Any] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
     left: dict[str, Any] = field(default_factory=dict)

@@ -23,7 +23,7 @@ ROOT = Path(mpxla.__file__).parent
 
 # From the bottom up: a module may import its own layer and those below it.
 LAYERS = (
-    ("collection", "errors", "log", "python_random", "tables", "user_lines"),
+    ("collection", "errors", "log", "random_states", "tables", "user_lines"),
     ("uncaught", "delayed"),
     ("env", "config_keys"),
     ("config_rules", "config", "config_sources"),

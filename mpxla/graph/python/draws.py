@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from mpxla.errors import CaptureError
 from mpxla.graph.python.number import NumberRead, is_number
 from mpxla.graph.user_code import at_user_line
+from mpxla.random_states import OF_PROCESS, States, set_states, state_of, states_of
 
-__all__ = ["Draw", "Drawer", "Draws", "Sources", "State", "are_there", "kind_of_generator"]
+__all__ = ["Draw", "Drawer", "Draws", "Sources", "are_there", "kind_of_generator"]
 
-State = tuple[Any, ...]
 Sources = dict[str, Callable[[], Any]]
 """What gives generators of the user's, by name."""
 _GENERATORS: tuple[type, ...] = (random.Random, np.random.Generator, np.random.RandomState)
@@ -85,28 +85,20 @@ class Drawer:
     """Generators in the states of those of Python, NumPy and PyTorch, or in given ones.
 
     Args:
-        state: of these, as plain data.
+        states: of these.
         sources: generators of the user's, which it copies; None where they are not to be inputs.
 
     Attributes:
         began: the states in which they began.
     """
 
-    def __init__(self, state: State | None = None, sources: Sources | None = None):
+    def __init__(self, states: States | None = None, sources: Sources | None = None):
         self.sources = sources
         self._own: dict[str, Any] = {}
-        self._python, self._numpy = random.Random(), np.random.RandomState()
-        self._torch = torch.Generator()
-        self.began = python, numpy, of_torch = state or self._state_of_process()
-        self._python.setstate((python[0], tuple(python[1]), python[2]))
-        self._numpy.set_state((numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]))
-        self._torch.set_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
-
-    @staticmethod
-    def _state_of_process() -> State:
-        kind, keys, *rest = np.random.get_state()
-        numpy = (kind, np.asarray(keys).tolist(), *rest)
-        return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
+        self._all = random.Random(), np.random.RandomState(), torch.Generator()
+        self._python, self._numpy, self._torch = self._all
+        self.began = states or states_of(OF_PROCESS)
+        set_states(self._all, self.began)
 
     def again(self) -> "Drawer":
         """Another one in the states in which this one began."""
@@ -144,18 +136,10 @@ class Drawer:
 
     def commit(self) -> None:
         """Puts the global generators, and those of the user's, into the states of these."""
-        random.setstate(self._python.getstate())
-        np.random.set_state(self._numpy.get_state())
-        torch.set_rng_state(self._torch.get_state())
+        set_states(OF_PROCESS, states_of(self._all))
         for source, own in self._own.items():
             assert self.sources is not None, "it has copied one of them"
-            generator = self.sources[source]()
-            if isinstance(generator, random.Random):
-                generator.setstate(own.getstate())
-            elif isinstance(generator, np.random.RandomState):
-                generator.set_state(own.get_state())
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = own.bit_generator.state
+            set_states([self.sources[source]()], [state_of(own)])
 
 
 def are_there(draws: Sequence[Draw], sources: Sources | None) -> bool:

@@ -25,6 +25,7 @@ from mpxla.graph.python.draws import Draws, kind_of_generator
 from mpxla.graph.python.reach import Place
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
+from mpxla.random_states import OF_PYTHON, state_of, states_of
 
 __all__ = ["argument_of_capture", "iterators_refused", "random_numbers_noted"]
 
@@ -48,7 +49,7 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
     """
     places = [place for one in reached for place in _generators_of(one)]
     own = [(place.name, place.value) for place in places]
-    before, around = [_state(generator) for _, generator in own], _global_state()
+    before, around = [state_of(generator) for _, generator in own], states_of(OF_PYTHON)
     stand_ins: dict[int, Any] = {}
     with contextlib.ExitStack() as stack:
         for place in places:
@@ -60,10 +61,10 @@ def random_numbers_noted(reached: Sequence[Place], draws: Draws | None) -> Gener
             place.put(stand_ins[id(place.value)])
         found, elsewhere = stack.enter_context(_functions_replaced(draws))
         yield
-    if not (found or elsewhere) and around != _global_state():
+    if not (found or elsewhere) and around != states_of(OF_PYTHON):
         found.append("a function of random or numpy.random")
     changed = zip(own, before, strict=True)
-    found += [f"the generator {name}" for (name, g), state in changed if state != _state(g)]
+    found += [f"the generator {name}" for (name, g), state in changed if state != state_of(g)]
     for text in dict.fromkeys(found):
         warn_once(
             f"random numbers {text}",
@@ -163,24 +164,6 @@ def _functions_replaced(draws: Draws | None) -> Generator[tuple[list[str], list[
             scalars = {key: replaced("torch", key, getattr(torch, key)) for key in _SCALARS}
             stack.enter_context(exchanged(torch, **scalars))
         yield found, elsewhere
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return _numpy_state(generator)
-    return str(generator.bit_generator.state)
-
-
-def _numpy_state(generator: Any) -> tuple[Any, ...]:
-    """Of an object of the older kind, or of the module."""
-    kind, keys, *rest = generator.get_state(legacy=True)
-    return kind, np.asarray(keys).tobytes(), rest
-
-
-def _global_state() -> tuple[Any, ...]:
-    return random.getstate(), *_numpy_state(np.random)
 
 
 # --- iterators ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from mpxla.parallel.updates.python import (
     state_of_no_parameter,
 )
 from mpxla.parallel.updates.trace import clone_optimizer
-from mpxla.python_random import python_random_kept
+from mpxla.random_states import random_kept
 
 __all__ = ["ELEMENTWISE", "check_elementwise", "is_elementwise", "mixes_parameters"]
 
@@ -81,7 +81,7 @@ def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _mixes(optimizer: torch.optim.Optimizer, has_closure: bool) -> bool:
-    with python_random_kept(), torch.random.fork_rng(devices=()):
+    with random_kept():
         torch.manual_seed(0)
         starts = [torch.randn(shape, dtype=torch.float64) for shape in ((4, 6), (5,))]
         gradients = [[torch.randn_like(s) * scale for s in starts] for scale in _SCALES]
@@ -104,7 +104,7 @@ def _mixes(optimizer: torch.optim.Optimizer, has_closure: bool) -> bool:
 def _trial_fails(optimizer: torch.optim.Optimizer) -> str | None:
     """What goes wrong on whole tensors and on two flat parts of each, if anything does."""
     for shape in _SHAPES:
-        with python_random_kept(), torch.random.fork_rng(devices=()):
+        with random_kept():
             torch.manual_seed(0)
             start = torch.randn(shape, dtype=torch.float64)
             gradients = [torch.randn_like(start) * scale for scale in _SCALES]

@@ -11,7 +11,7 @@ import torch
 
 from mpxla.device.backend import Backend
 from mpxla.parallel.updates.trace import clone_optimizer
-from mpxla.python_random import python_random_kept
+from mpxla.random_states import random_kept
 from mpxla.stage.spec import TensorSpec
 
 __all__ = [
@@ -190,7 +190,7 @@ def _made_of(
             stand_in.grad = torch.zeros_like(stand_in)
         settings = {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
         groups.append({**settings, "params": stand_ins})
-    with python_random_kept(), torch.random.fork_rng(devices=()):
+    with random_kept():
         clone = clone_optimizer(optimizer, groups, {})
         type(optimizer).step(clone)
     return [(p, clone.state.get(p, {})) for group in groups for p in group["params"]]
@@ -259,7 +259,7 @@ def _tried(
     state: dict[torch.Tensor, dict[str, Any]] = {}
     if zeros is not None:
         state = {p: {k: torch.zeros_like(v) for k, v in zeros.items()} for p in parameters}
-    with python_random_kept(), torch.random.fork_rng(devices=()):
+    with random_kept():
         clone = clone_optimizer(
             optimizer,
             [{**g, "params": [p]} for g, p in zip(groups, parameters, strict=True)],

@@ -33,7 +33,7 @@ from mpxla.parallel.updates.stochastic_rounding import (
     origin_of_state,
     rounded,
 )
-from mpxla.python_random import python_random_kept, random_python
+from mpxla.random_states import OF_PYTHON, random_kept, states_of
 
 __all__ = ["UpdateFunction", "clone_optimizer", "python_state", "without_tensors"]
 
@@ -173,11 +173,11 @@ class UpdateFunction:
 
     def _run(self, clone: Any) -> None:
         """One step of the copy, which has to change tensors only."""
-        before, drawn = _python_values(clone), random_python()
+        before, drawn = _python_values(clone), states_of(OF_PYTHON)
         numbers = _TensorScalars(self._wide)
-        with python_random_kept(), numbers, _capturable(type(clone)), _choosing(type(clone)):
+        with random_kept(OF_PYTHON), numbers, _capturable(type(clone)), _choosing(type(clone)):
             type(clone).step(clone)
-            is_random = random_python() != drawn
+            is_random = states_of(OF_PYTHON) != drawn
         if is_random:
             raise NotTraceableError("it draws random numbers")
         if _python_values(clone) != before:
