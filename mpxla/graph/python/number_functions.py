@@ -6,6 +6,7 @@ of a number's value is left out.
 This module must not know how a step is captured.
 """
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -138,21 +139,26 @@ def _huber_loss(
     return losses * delta * delta
 
 
-def _smooth_l1_loss(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    beta: Any = 1.0,
-) -> torch.Tensor:
+def _reduced(original: Any, losses: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss function of torch, by what it is before it is reduced."""
+    signature = inspect.signature(original)
+
+    def loss(*args: Any, **named: Any) -> torch.Tensor:
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        given = bound.arguments
+        average, reduce, reduction = map(given.pop, ("size_average", "reduce", "reduction"))
+        if average is not None or reduce is not None:
+            reduction = F._Reduction.legacy_get_string(average, reduce)  # pyright: ignore
+        found = losses(**given)
+        return found if reduction == "none" else getattr(found, reduction)()
+
+    return loss
+
+
+def _smooth_l1_losses(input: torch.Tensor, target: torch.Tensor, beta: Any) -> torch.Tensor:
     found = (input - target).abs()
-    losses = torch.where(found < beta, found * found / (2 * (beta + (beta == 0))), found - beta / 2)
-    return _reduced(losses, reduction)
-
-
-def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
-    return losses if reduction == "none" else getattr(losses, reduction)()
+    return torch.where(found < beta, found * found / (2 * (beta + (beta == 0))), found - beta / 2)
 
 
 def _group_norm(
@@ -190,78 +196,49 @@ def _cross_entropy(
     return own * (1 - label_smoothing) + smooth * label_smoothing
 
 
-def _margin_ranking_loss(
-    input1: torch.Tensor,
-    input2: torch.Tensor,
-    target: torch.Tensor,
-    margin: Any = 0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
+def _margin_ranking_losses(
+    input1: torch.Tensor, input2: torch.Tensor, target: torch.Tensor, margin: Any
 ) -> torch.Tensor:
-    return _reduced((margin - target * (input1 - input2)).clamp_min(0), reduction)
+    return (margin - target * (input1 - input2)).clamp_min(0)
 
 
-def _hinge_embedding_loss(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    margin: Any = 1.0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> torch.Tensor:
+def _hinge_embedding_losses(input: torch.Tensor, target: torch.Tensor, margin: Any) -> torch.Tensor:
     far = torch.where(target == 1, 0.0, (margin - input).clamp_min(0))
-    return _reduced(far + torch.where(target == -1, 0.0, input), reduction)
+    return far + torch.where(target == -1, 0.0, input)
 
 
-def _cosine_embedding_loss(
-    input1: torch.Tensor,
-    input2: torch.Tensor,
-    target: torch.Tensor,
-    margin: Any = 0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
+def _cosine_embedding_losses(
+    input1: torch.Tensor, input2: torch.Tensor, target: torch.Tensor, margin: Any
 ) -> torch.Tensor:
     squares = [x.square().sum(-1) + 1e-12 for x in (input1, input2)]
     cosine = (input1 * input2).sum(-1) / (squares[0] * squares[1]).sqrt()
     far = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
-    return _reduced(far + torch.where(target == 1, 1 - cosine, 0.0), reduction)
+    return far + torch.where(target == 1, 1 - cosine, 0.0)
 
 
-def _triplet_margin_loss(
+def _triplet_margin_losses(
     anchor: torch.Tensor,
     positive: torch.Tensor,
     negative: torch.Tensor,
-    margin: Any = 1.0,
-    p: float = 2,
-    eps: float = 1e-6,
-    swap: bool = False,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
+    margin: Any,
+    p: float,
+    eps: float,
+    swap: bool,
 ) -> torch.Tensor:
     near, far = (F.pairwise_distance(anchor, other, p, eps) for other in (positive, negative))
     if swap:
         far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
-    return _reduced((margin + near - far).clamp_min(0), reduction)
+    return (margin + near - far).clamp_min(0)
 
 
-def _multi_margin_loss(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    p: int = 1,
-    margin: Any = 1.0,
-    weight: torch.Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
+def _multi_margin_losses(
+    input: torch.Tensor, target: torch.Tensor, p: int, margin: Any, weight: torch.Tensor | None
 ) -> torch.Tensor:
     own = input.gather(-1, target.unsqueeze(-1))
     losses = (margin - own + input).clamp_min(0) ** p
     losses = losses if weight is None else losses * weight[target].unsqueeze(-1)
     is_own = torch.arange(input.shape[-1]) == target.unsqueeze(-1)
-    return _reduced(losses.masked_fill(is_own, 0).mean(-1), reduction)
+    return losses.masked_fill(is_own, 0).mean(-1)
 
 
 def _pad(
@@ -310,15 +287,20 @@ FUNCTIONS_OF_NUMBERS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.addmm: _add_product,
     torch.addmv: _add_product,
     torch.baddbmm: _add_product,
-    F.smooth_l1_loss: _smooth_l1_loss,
     F.group_norm: _group_norm,
     F.rms_norm: _rms_norm,
     F.cross_entropy: _cross_entropy,
-    F.margin_ranking_loss: _margin_ranking_loss,
-    F.hinge_embedding_loss: _hinge_embedding_loss,
-    F.cosine_embedding_loss: _cosine_embedding_loss,
-    F.triplet_margin_loss: _triplet_margin_loss,
-    F.multi_margin_loss: _multi_margin_loss,
     F.scaled_dot_product_attention: _attention,
+    **{
+        original: _reduced(original, losses)
+        for original, losses in (
+            (F.smooth_l1_loss, _smooth_l1_losses),
+            (F.margin_ranking_loss, _margin_ranking_losses),
+            (F.hinge_embedding_loss, _hinge_embedding_losses),
+            (F.cosine_embedding_loss, _cosine_embedding_losses),
+            (F.triplet_margin_loss, _triplet_margin_losses),
+            (F.multi_margin_loss, _multi_margin_losses),
+        )
+    },
 }
 """What is called in the place of a function with numbers whose values are not known."""
