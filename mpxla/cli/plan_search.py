@@ -17,6 +17,7 @@ from mpxla.errors import ConfigError, ScheduleError
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.partition.report import format_size
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.runtime.plans.automatic import WEIGHTS
 from mpxla.runtime.plans.cut import CutStep, cut_step
 from mpxla.runtime.plans.forecast import Forecast, forecast, predict_costs
 from mpxla.runtime.saved import saved_tensors
@@ -26,8 +27,6 @@ from mpxla.tables import table
 
 __all__ = ["PlanSearch", "Row", "describe_rows", "schedules_to_try"]
 
-_WEIGHTS = (0.2, 0.8)
-"""Of memory in the cut, where nobody has given one."""
 _SHARES = (1.0, 0.5, 0.0)
 """Of what is dear to compute again, kept under a limit of memory."""
 _EXACTLY = 8
@@ -79,7 +78,7 @@ class PlanSearch:
         Raises:
             ScheduleError: nothing fits.
         """
-        weights = (self._config.memory_weight,) if has_weight else _WEIGHTS
+        weights = (self._config.memory_weight,) if has_weight else WEIGHTS
         rough: list[tuple[Found, float]] = []
         nothing: ScheduleError | None = None
         for weight in weights:

@@ -26,6 +26,7 @@ __all__ = [
     "OTHER_END",
     "Action",
     "Op",
+    "Schedule",
     "format_schedule",
     "microbatch_of",
     "parse_action",
@@ -141,6 +142,10 @@ class Action(NamedTuple):
                 "sends and receives only."
             )
         return Action(self.peer, OTHER_END[self.op], self.microbatch, self.stage)
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""Actions of every rank."""
 
 
 def microbatch_of(action: Action) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mpxla.errors import ScheduleError
-from mpxla.schedule.action import Action
+from mpxla.schedule.action import Schedule
 from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.schedule.copies import add_copies
 from mpxla.schedule.dataflow import Edge
@@ -127,11 +127,8 @@ def search(
     return sorted(fitting, key=lambda f: (f.step_s, max(f.rank_bytes), str(f.candidate)))
 
 
-Lists = tuple[tuple[Action, ...], ...]
-
-
 @functools.lru_cache(maxsize=16)
-def compute_lists(num_ranks: int, candidate: Candidate) -> Lists:
+def compute_lists(num_ranks: int, candidate: Candidate) -> Schedule:
     """Forwards and backwards of every rank, which tell what it keeps."""
     lists = generate(
         candidate.pipeline,
@@ -151,7 +148,7 @@ def _all_lists(
     forward: frozenset[Edge],
     backward: frozenset[Edge],
     horizon: int | None,
-) -> Lists:
+) -> Schedule:
     """The same with transfers, reductions and copies."""
     placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
     lists = add_communication(compute_lists(num_ranks, candidate), placement, forward, backward)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mpxla.schedule.action import Action, Op
+from mpxla.schedule.action import Action, Op, Schedule
 
 __all__ = ["Span", "Timeline", "stage_peaks"]
 
@@ -29,7 +29,7 @@ class Timeline:
     """
 
     placement: tuple[int, ...]
-    schedule: tuple[tuple[Action, ...], ...]
+    schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
 

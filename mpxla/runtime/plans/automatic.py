@@ -18,12 +18,13 @@ from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel, PartitionProblem
 from mpxla.runtime.plans.cut import CutStep
 from mpxla.runtime.plans.scheduling import schedule_step, simulate_step, stage_costs
-from mpxla.schedule.action import Op
+from mpxla.schedule.action import Op, Schedule
 from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.stage.flat import FlatShard
 from mpxla.stage.sharded import block_of
 
 __all__ = [
+    "WEIGHTS",
     "Choice",
     "bytes_of_divided",
     "choose",
@@ -50,7 +51,7 @@ _GAIN = 0.01
 _REACHED, _LEAST_GAIN = 0.5, 0.03
 """Share of a simulated gain that counts where backwards are split or ranks have several stages, and
 how much it must be then: more programs are compiled and started."""
-_WEIGHTS = (0.2, 0.8)
+WEIGHTS = (0.2, 0.8)
 """Of memory, the preferred first; the default for `optimize: "speed"` and `"memory"`."""
 _MEMORY_SHARE = 0.8
 """Of the device's memory; the rest is for programs, messages and temporary values."""
@@ -109,7 +110,7 @@ def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
 
 def is_worth_choosing(cut: CutStep, config: Config, machine: MachineModel) -> bool:
     """Whether the step is long enough for its schedule to matter, by estimated costs."""
-    return _step_s(cut, config, machine, dispatch_s=0.0) >= _WORTH_S
+    return _step_s(cut, schedule_step(cut, config), machine, dispatch_s=0.0) >= _WORTH_S
 
 
 def heaviest_nodes(problem: PartitionProblem) -> set[str]:
@@ -159,7 +160,8 @@ def choose(
     Returns:
         The fastest that fits, of nearly equal ones the simplest; if none fits, the smallest.
     """
-    default_s = _step_s(cut(config), config, machine)
+    own = cut(config)
+    default_s = _step_s(own, schedule_step(own, config), machine)
     smallest: Choice | None = None
     for kinds in _rounds(config):
         best: tuple[float, Choice] | None = None
@@ -167,10 +169,11 @@ def choose(
             candidate = with_keys(config, keys)
             try:
                 found = cut(candidate)
-                step_s = _step_s(found, candidate, machine)
+                schedule = schedule_step(found, candidate)
             except MpxlaError:  # the step cannot be cut into so many stages
                 continue
-            size = _fullest(found, candidate)
+            step_s = _step_s(found, schedule, machine)
+            size = _fullest(found, schedule, candidate.activation_memory)
             choice = Choice(keys, step_s, size, default_s, size <= limit_bytes)
             if smallest is None or size < smallest.rank_bytes:
                 smallest = choice
@@ -193,7 +196,7 @@ def _rounds(config: Config) -> Iterator[list[dict[str, Any]]]:
     if "virtual_pipeline_degree" in free:
         kinds += [("interleaved", 2)] * (kinds[0][0] == "interleaved")
         kinds += [("zero_bubble_v", 2)] * ("pipeline" in free)
-    weights = _WEIGHTS if "memory_weight" in free else (config.memory_weight,)
+    weights = WEIGHTS if "memory_weight" in free else (config.memory_weight,)
     limits: tuple[int | None, ...] = (None,)  # the default of the schedule
     if "active_microbatches" in free:
         fewer = (n for n in (degree, degree // 2, 1) if 0 < n < config.microbatches)
@@ -213,11 +216,11 @@ def _counted(config: Config, step_s: float, default_s: float) -> tuple[float, fl
 
 
 def _step_s(
-    cut: CutStep, config: Config, machine: MachineModel, dispatch_s: float = _DISPATCH_S
+    cut: CutStep, schedule: Schedule, machine: MachineModel, dispatch_s: float = _DISPATCH_S
 ) -> float:
     # Every program, also each part of a split backward, has to be started.
     costs = stage_costs(cut, machine).plus(dict.fromkeys(_PROGRAMS, [dispatch_s] * len(cut.stages)))
-    return simulate_step(cut, schedule_step(cut, config), costs).makespan
+    return simulate_step(cut, schedule, costs).makespan
 
 
 def bytes_of_divided(
@@ -234,21 +237,20 @@ def bytes_of_divided(
             held[name] = -(-held[name] // shard.size) + gathers_once * weights[name]
             blocks[block_of(name)] += weights[name]
     largest = 0 if gathers_once else sum(size for _, size in blocks.most_common(2))
-    return _fullest(cut, config, held) + largest
+    fullest = _fullest(cut, schedule_step(cut, config), config.activation_memory, held)
+    return fullest + largest
 
 
-def _fullest(cut: CutStep, config: Config, held: Mapping[str, int] | None = None) -> int:
+def _fullest(
+    cut: CutStep, schedule: Schedule, memory: str | int, held: Mapping[str, int] | None = None
+) -> int:
     """Bytes of the fullest rank: parameters and their state, and activations at their peak.
 
     `held` are those of every parameter with its state, by default as the partition has them.
     """
     partition = cut.partition
     sizes = partition.rank_bytes(partition.parameter_bytes if held is None else held)
-    memory = config.activation_memory
-    if memory != "recompute":
-        saved = (load.activation_bytes for load in partition.loads)
-        stages = [StageBytes(size, size, 0, size) for size in saved]
-        peaks = peak_bytes(schedule_step(cut, config), stages)
-        most = max(peaks) if memory == "keep" else int(memory)
-        sizes = [a + min(b, most) for a, b in zip(sizes, peaks, strict=True)]
-    return max(sizes)
+    saved = [load.activation_bytes for load in partition.loads]
+    peaks = peak_bytes(schedule, [StageBytes(size, size, 0, size) for size in saved])
+    most = {"keep": max(peaks), "recompute": 0}.get(str(memory), memory)
+    return max(a + min(b, int(most)) for a, b in zip(sizes, peaks, strict=True))

@@ -17,7 +17,7 @@ from mpxla.runtime.plans.activations import PlannedStage, plan_stages, recompute
 from mpxla.runtime.plans.cut import CutStep
 from mpxla.runtime.plans.scheduling import schedule_step, simulate_step, stage_costs
 from mpxla.runtime.saved import held_bytes
-from mpxla.schedule.action import Action, Op
+from mpxla.schedule.action import Op, Schedule
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.timeline import Timeline
@@ -65,7 +65,7 @@ class Forecast:
     """
 
     cut: CutStep
-    schedule: tuple[tuple[Action, ...], ...]
+    schedule: Schedule
     timeline: Timeline
     costs: StepCosts
     activation_bytes: tuple[int, ...]

@@ -16,7 +16,7 @@ from mpxla.runtime.plans.activations import PlannedStage, plan_stages, stage_byt
 from mpxla.runtime.plans.cut import CutStep
 from mpxla.runtime.plans.kept_steps import KeptSteps
 from mpxla.runtime.plans.scheduling import stage_costs
-from mpxla.schedule.action import Action, format_schedule
+from mpxla.schedule.action import Schedule, format_schedule
 from mpxla.schedule.analysis import StageBytes, held_over_time
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.layout import transpose
@@ -41,7 +41,7 @@ class StepPlan:
     """
 
     cut: CutStep
-    schedule: tuple[tuple[Action, ...], ...]
+    schedule: Schedule
     programs: Mapping[int, CompiledStage]
     random_stages: tuple[int, ...]
     is_random: bool
@@ -67,7 +67,7 @@ class StepPlan:
 
 def compile_stages(
     cut: CutStep,
-    schedule: tuple[tuple[Action, ...], ...],
+    schedule: Schedule,
     pp_rank: int,
     backend: Backend,
     for_speed: bool = False,

@@ -6,7 +6,7 @@ This module must not know programs.
 from mpxla.config import Config
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.plans.cut import CutStep
-from mpxla.schedule.action import Action
+from mpxla.schedule.action import Schedule
 from mpxla.schedule.choice import compute_actions, custom_schedule
 from mpxla.schedule.copies import add_copies, has_copies
 from mpxla.schedule.lower import add_communication, add_reduce
@@ -17,7 +17,7 @@ from mpxla.stage.spec import StageSpec
 __all__ = ["schedule_step", "simulate_step", "stage_costs"]
 
 
-def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...]:
+def schedule_step(cut: CutStep, config: Config) -> Schedule:
     """Generates every rank's actions and proves them free of deadlock.
 
     Raises:
@@ -39,7 +39,7 @@ def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...
     return tuple(tuple(actions) for actions in schedule)
 
 
-def simulate_step(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Costs) -> Timeline:
+def simulate_step(cut: CutStep, schedule: Schedule, costs: Costs) -> Timeline:
     """When every action would run, in the unit of the costs, if messages do not hold ranks."""
     return simulate(schedule, cut.placement, *cut.edges, costs, rendezvous=False)
 
