@@ -6,8 +6,10 @@ more stages per rank send more. This module must not know models or devices.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Schedule
@@ -18,8 +20,18 @@ from mpxla.schedule.generate import SCHEDULES, generate
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.placement import V_SHAPED, place_stages
 from mpxla.schedule.simulate import Costs, simulate
+from mpxla.schedule.timeline import Timeline
 
-__all__ = ["Candidate", "Found", "StepCosts", "candidates", "compute_lists", "search"]
+__all__ = [
+    "Candidate",
+    "Found",
+    "Simulated",
+    "StepCosts",
+    "candidates",
+    "compute_lists",
+    "search",
+    "simulated",
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,28 @@ class StepCosts:
     backward_edges: frozenset[Edge]
     held: Sequence[StageBytes]
     fixed_bytes: Sequence[int]
+
+
+class Simulated(NamedTuple):
+    """When everything of a step runs; per rank, the peak of activations, and all bytes."""
+
+    timeline: Timeline
+    activation_bytes: tuple[int, ...]
+    rank_bytes: tuple[int, ...]
+
+
+def simulated(
+    schedule: Schedule, placement: Sequence[int], step: StepCosts, most_bytes: float = math.inf
+) -> Simulated:
+    """Runs a schedule with costs, if messages do not hold ranks.
+
+    No rank keeps more than `most_bytes` of activations: the rest is computed again.
+    """
+    edges = step.forward_edges, step.backward_edges
+    timeline = simulate(schedule, placement, *edges, step.costs, rendezvous=False)
+    peaks = tuple(int(min(peak, most_bytes)) for peak in peak_bytes(schedule, step.held))
+    together = tuple(a + b for a, b in zip(peaks, step.fixed_bytes, strict=True))
+    return Simulated(timeline, peaks, together)
 
 
 @dataclass(frozen=True)
@@ -160,7 +194,5 @@ def _try(num_ranks: int, candidate: Candidate, step: StepCosts, horizon: int | N
     placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
     edges = step.forward_edges, step.backward_edges
     schedule = _all_lists(num_ranks, candidate, *edges, horizon)
-    timeline = simulate(schedule, placement, *edges, step.costs, rendezvous=False)
-    peaks = peak_bytes(schedule, step.held)
-    rank_bytes = tuple(a + b for a, b in zip(peaks, step.fixed_bytes, strict=True))
+    timeline, _, rank_bytes = simulated(schedule, placement, step)
     return Found(candidate, timeline.makespan, timeline.bubble, rank_bytes)

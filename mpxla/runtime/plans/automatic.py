@@ -6,6 +6,7 @@ obeyed. What needs more programs must promise more: simulated gains are not reac
 This module must not know ranks: one rank decides for all.
 """
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,10 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel, PartitionProblem
 from mpxla.runtime.plans.cut import CutStep
-from mpxla.runtime.plans.scheduling import schedule_step, simulate_step, stage_costs
-from mpxla.schedule.action import Op, Schedule
-from mpxla.schedule.analysis import StageBytes, peak_bytes
+from mpxla.runtime.plans.scheduling import schedule_step, stage_costs
+from mpxla.schedule.action import Op
+from mpxla.schedule.analysis import StageBytes
+from mpxla.schedule.search import Simulated, StepCosts, simulated
 from mpxla.stage.flat import FlatShard
 from mpxla.stage.sharded import block_of
 
@@ -110,7 +112,7 @@ def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
 
 def is_worth_choosing(cut: CutStep, config: Config, machine: MachineModel) -> bool:
     """Whether the step is long enough for its schedule to matter, by estimated costs."""
-    return _step_s(cut, schedule_step(cut, config), machine, dispatch_s=0.0) >= _WORTH_S
+    return _simulated(cut, config, machine, dispatch_s=0.0).timeline.makespan >= _WORTH_S
 
 
 def heaviest_nodes(problem: PartitionProblem) -> set[str]:
@@ -160,20 +162,17 @@ def choose(
     Returns:
         The fastest that fits, of nearly equal ones the simplest; if none fits, the smallest.
     """
-    own = cut(config)
-    default_s = _step_s(own, schedule_step(own, config), machine)
+    default_s = _simulated(cut(config), config, machine).timeline.makespan
     smallest: Choice | None = None
     for kinds in _rounds(config):
         best: tuple[float, Choice] | None = None
         for keys in kinds:
             candidate = with_keys(config, keys)
             try:
-                found = cut(candidate)
-                schedule = schedule_step(found, candidate)
+                found = _simulated(cut(candidate), candidate, machine)
             except MpxlaError:  # the step cannot be cut into so many stages
                 continue
-            step_s = _step_s(found, schedule, machine)
-            size = _fullest(found, schedule, candidate.activation_memory)
+            step_s, size = found.timeline.makespan, max(found.rank_bytes)
             choice = Choice(keys, step_s, size, default_s, size <= limit_bytes)
             if smallest is None or size < smallest.rank_bytes:
                 smallest = choice
@@ -215,12 +214,19 @@ def _counted(config: Config, step_s: float, default_s: float) -> tuple[float, fl
     return default_s - _REACHED * (default_s - step_s), _LEAST_GAIN
 
 
-def _step_s(
-    cut: CutStep, schedule: Schedule, machine: MachineModel, dispatch_s: float = _DISPATCH_S
-) -> float:
+def _simulated(
+    cut: CutStep, config: Config, machine: MachineModel, dispatch_s: float = _DISPATCH_S
+) -> Simulated:
+    """By estimates: a stage keeps what the partition weighs."""
     # Every program, also each part of a split backward, has to be started.
     costs = stage_costs(cut, machine).plus(dict.fromkeys(_PROGRAMS, [dispatch_s] * len(cut.stages)))
-    return simulate_step(cut, schedule, costs).makespan
+    saved = [load.activation_bytes for load in cut.partition.loads]
+    held = [StageBytes(size, size, 0, size) for size in saved]
+    fixed = cut.partition.rank_bytes(cut.partition.parameter_bytes)
+    memory = config.activation_memory
+    most = memory if isinstance(memory, int) else math.inf if memory == "keep" else 0
+    step = StepCosts(costs, *cut.edges, held, fixed)
+    return simulated(schedule_step(cut, config), cut.placement, step, most)
 
 
 def bytes_of_divided(
@@ -237,20 +243,6 @@ def bytes_of_divided(
             held[name] = -(-held[name] // shard.size) + gathers_once * weights[name]
             blocks[block_of(name)] += weights[name]
     largest = 0 if gathers_once else sum(size for _, size in blocks.most_common(2))
-    fullest = _fullest(cut, schedule_step(cut, config), config.activation_memory, held)
-    return fullest + largest
-
-
-def _fullest(
-    cut: CutStep, schedule: Schedule, memory: str | int, held: Mapping[str, int] | None = None
-) -> int:
-    """Bytes of the fullest rank: parameters and their state, and activations at their peak.
-
-    `held` are those of every parameter with its state, by default as the partition has them.
-    """
-    partition = cut.partition
-    sizes = partition.rank_bytes(partition.parameter_bytes if held is None else held)
-    saved = [load.activation_bytes for load in partition.loads]
-    peaks = peak_bytes(schedule, [StageBytes(size, size, 0, size) for size in saved])
-    most = {"keep": max(peaks), "recompute": 0}.get(str(memory), memory)
-    return max(a + min(b, int(most)) for a, b in zip(sizes, peaks, strict=True))
+    fixed = cut.partition.rank_bytes(held)
+    saved = _simulated(cut, config, MachineModel()).activation_bytes  # on any machine
+    return max(a + b for a, b in zip(fixed, saved, strict=True)) + largest

@@ -15,11 +15,11 @@ from mpxla.graph.collectives import collective_bytes
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.plans.activations import PlannedStage, plan_stages, recomputed_nodes
 from mpxla.runtime.plans.cut import CutStep
-from mpxla.runtime.plans.scheduling import schedule_step, simulate_step, stage_costs
+from mpxla.runtime.plans.scheduling import schedule_step, stage_costs
 from mpxla.runtime.saved import held_bytes
 from mpxla.schedule.action import Op, Schedule
-from mpxla.schedule.analysis import link_bytes, peak_bytes
-from mpxla.schedule.search import StepCosts
+from mpxla.schedule.analysis import link_bytes
+from mpxla.schedule.search import StepCosts, simulated
 from mpxla.schedule.timeline import Timeline
 from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.making import graphs_made_quickly
@@ -57,26 +57,22 @@ class Forecast:
     Attributes:
         cut: the step in stages.
         schedule: actions of every rank.
-        timeline: when everything would run, in seconds.
         costs: what it takes and keeps.
+        timeline: when everything would run, in seconds.
         activation_bytes: per rank, the peak of saved activations.
+        rank_bytes: these with parameters, gradients and optimizer state.
         links: (sending rank, receiving rank) -> bytes per step.
         programs: what ranks compile.
     """
 
     cut: CutStep
     schedule: Schedule
-    timeline: Timeline
     costs: StepCosts
+    timeline: Timeline
     activation_bytes: tuple[int, ...]
+    rank_bytes: tuple[int, ...]
     links: Mapping[tuple[int, int], int]
     programs: tuple[Program, ...]
-
-    @property
-    def rank_bytes(self) -> tuple[int, ...]:
-        """Per rank, parameters, gradients and optimizer state, and the peak of activations."""
-        pairs = zip(self.costs.fixed_bytes, self.activation_bytes, strict=True)
-        return tuple(fixed + saved for fixed, saved in pairs)
 
 
 @graphs_made_quickly()
@@ -100,9 +96,8 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
     return Forecast(
         cut,
         schedule,
-        simulate_step(cut, schedule, costs.costs),
         costs,
-        peak_bytes(schedule, costs.held),
+        *simulated(schedule, cut.placement, costs),
         link_bytes(schedule, cut.placement, num_bytes),
         tuple(_programs(cut, lowered, splits)),
     )

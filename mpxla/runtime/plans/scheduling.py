@@ -11,10 +11,9 @@ from mpxla.schedule.choice import compute_actions, custom_schedule
 from mpxla.schedule.copies import add_copies, has_copies
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
-from mpxla.schedule.timeline import Timeline
 from mpxla.stage.spec import StageSpec
 
-__all__ = ["schedule_step", "simulate_step", "stage_costs"]
+__all__ = ["schedule_step", "stage_costs"]
 
 
 def schedule_step(cut: CutStep, config: Config) -> Schedule:
@@ -37,11 +36,6 @@ def schedule_step(cut: CutStep, config: Config) -> Schedule:
     simulate(schedule, cut.placement, *edges)
     schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
     return tuple(tuple(actions) for actions in schedule)
-
-
-def simulate_step(cut: CutStep, schedule: Schedule, costs: Costs) -> Timeline:
-    """When every action would run, in the unit of the costs, if messages do not hold ranks."""
-    return simulate(schedule, cut.placement, *cut.edges, costs, rendezvous=False)
 
 
 def stage_costs(cut: CutStep, machine: MachineModel) -> Costs:
