@@ -77,11 +77,19 @@ class AgainError(BaseException):
     """A step is to be captured once more, when something has been prepared.
 
     It passes what catches the errors of users' code.
+
+    Args:
+        what: makes that necessary.
+        prepare: does what the next capture needs.
     """
+
+    def __init__(self, what: object, prepare: Callable[[], object] = lambda: None):
+        super().__init__(what)
+        self._prepare = prepare
 
     def prepare(self) -> None:
         """Does what the next capture needs."""
-        raise NotImplementedError
+        self._prepare()
 
 
 def until_captured(capture: Callable[[], T]) -> T:

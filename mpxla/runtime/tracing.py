@@ -33,7 +33,7 @@ from mpxla.graph.python.outside_reads import outside_values, without_counted
 from mpxla.graph.python.plain import MISSING, Read
 from mpxla.graph.python.reach import Place, outside, places_in
 from mpxla.graph.python.recorded import Recording
-from mpxla.graph.python.rewritten import ChangedArgumentError, RewrittenError, with_copies
+from mpxla.graph.python.rewritten import ChangedArgumentError, with_copies
 from mpxla.graph.python.sources import (
     argument_of_capture,
     iterators_refused,
@@ -41,7 +41,7 @@ from mpxla.graph.python.sources import (
 )
 from mpxla.graph.python.state import PythonState
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.user_code import OutsideWriteError, UndecidedError, ValueNeededError
+from mpxla.graph.user_code import AgainError, OutsideWriteError, UndecidedError, ValueNeededError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
@@ -242,7 +242,8 @@ class Tracing:
             except ChangedArgumentError as error:
                 if error.place >= len(paths):
                     raise
-                raise RewrittenError(paths[error.place], self.rewritten) from error
+                path = paths[error.place]  # of which the next capture gives it a copy
+                raise AgainError(path, partial(self.rewritten.add, path)) from error
             used = {role.name for node, role in step.roles.items() if node.users}
             is_same = step.follows_from_itself
             settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))

@@ -20,24 +20,9 @@ from torch._C import DisableTorchFunction
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.own_parameters import OwnParameters
 from mpxla.graph.stepgraph import LeftFlag
-from mpxla.graph.user_code import AgainError, at_user_line
+from mpxla.graph.user_code import at_user_line
 
-__all__ = ["Flags", "ThawedError"]
-
-
-class ThawedError(AgainError):
-    """A step function trains parameters that are frozen when it begins.
-
-    Their names are to be among those that are `known`.
-    """
-
-    def __init__(self, names: Collection[str], known: set[str]):
-        super().__init__(", ".join(sorted(names)))
-        self._names, self._known = names, known
-
-    def prepare(self) -> None:
-        """Tells the next capture."""
-        self._known.update(self._names)
+__all__ = ["Flags"]
 
 
 class Flags:

@@ -25,7 +25,7 @@ from mpxla.graph.capture.attached import Attached
 from mpxla.graph.capture.carried import carry_written
 from mpxla.graph.capture.checkpoints import checkpoints_noted
 from mpxla.graph.capture.constants import masks_decided
-from mpxla.graph.capture.flags import Flags, ThawedError
+from mpxla.graph.capture.flags import Flags
 from mpxla.graph.capture.functional import functionalize
 from mpxla.graph.capture.functional_step import (
     Constants,
@@ -54,7 +54,7 @@ from mpxla.graph.capture.recorder import BackwardRecorder, recording_to
 from mpxla.graph.capture.retained import backward_told
 from mpxla.graph.capture.sparse import refuse_sparse
 from mpxla.graph.capture.surroundings import traceable
-from mpxla.graph.capture.tensor_places import Attribute, NewAttributesError
+from mpxla.graph.capture.tensor_places import Attribute
 from mpxla.graph.capture.transforms import transforms_captured
 from mpxla.graph.capture.whole_parameters import WholeParameters
 from mpxla.graph.casts import without_autocast
@@ -70,7 +70,13 @@ from mpxla.graph.python.number import is_number, numbers_in_math
 from mpxla.graph.python.questions import as_question
 from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.stepgraph import Check, LeftFlag, Print, ResultLeaf, StepGraph
-from mpxla.graph.user_code import OutsideWriteError, UndecidedError, ValueNeededError, explain
+from mpxla.graph.user_code import (
+    AgainError,
+    OutsideWriteError,
+    UndecidedError,
+    ValueNeededError,
+    explain,
+)
 from mpxla.kept import Kept
 from mpxla.log import warn_once
 
@@ -454,6 +460,10 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
     trained = _names_of([p for n, p in named if p.requires_grad or n in asked.thawed], model)
     wrapper.hooks = {name: found for name, p in named if (found := hooks_of(p))}
     gone: list[tuple[nn.Module, str]] = []
+
+    def thaw() -> None:
+        asked.thawed.update(returned.thawed)
+
     with (
         traceable(
             *(model, fake_mode, trained, gone, counts.number_of, asked.floats)
@@ -465,9 +475,9 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
         try:
             traced = torch.export.export(wrapper, inputs, strict=False)
             if returned.thawed:
-                raise ThawedError(returned.thawed, asked.thawed)
+                raise AgainError(returned.thawed, thaw)
             if returned.new:
-                raise NewAttributesError(returned.new)
+                raise AgainError(returned.new, lambda: [one.start() for one in returned.new])
             drop_replayed_views(traced)
             keep_gradient_barriers(traced.graph_module)
             checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
@@ -489,7 +499,7 @@ def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = 
                 returned.semantics.writes.restore()
                 outside = returned.semantics.writes.outside
             if returned.thawed:
-                raise ThawedError(returned.thawed, asked.thawed) from error
+                raise AgainError(returned.thawed, thaw) from error
             is_final = known is not None and known.decide_sizes
             carry_written(model, [tensor for tensor, *_ in outside])
             explained = explain(error, is_final, [line for _, line, _ in outside])

@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 from mpxla.graph.capture.sparse import is_sparse
-from mpxla.graph.user_code import AgainError
 
 __all__ = [
     "Attribute",
     "HeldTensor",
-    "NewAttributesError",
     "attributes_of",
     "fix_mask",
     "is_constant",
@@ -132,19 +130,6 @@ class Attribute(HeldTensor):
         own = self.owner.detach()
         copy = torch.empty_like(own, device="meta") if own.is_meta else own.clone()
         setattr(self.owner, self.name, copy)
-
-
-class NewAttributesError(AgainError):
-    """A step function gives parameters attributes that are copies of them."""
-
-    def __init__(self, attributes: list[Attribute]):
-        super().__init__(", ".join(attribute.key for attribute in attributes))
-        self._attributes = attributes
-
-    def prepare(self) -> None:
-        """Gives them these."""
-        for attribute in self._attributes:
-            attribute.start()
 
 
 def attributes_of(module: nn.Module) -> Iterator[Attribute]:

@@ -57,7 +57,8 @@ class Floats:
         own = frame.f_globals
         is_float = "float" in frame.f_code.co_names and "float" not in own
         if is_float and not _needs_own(frame.f_code.co_filename):
-            raise _FloatError(self._modules, own)
+            see = functools.partial(self._modules.__setitem__, id(own), own)
+            raise AgainError(own.get("__name__"), see)
         return None
 
     @contextlib.contextmanager
@@ -72,18 +73,6 @@ class Floats:
         finally:
             for module in modules:
                 module.pop("float", None)
-
-
-class _FloatError(AgainError):
-    """A function calls `float` of what has no value."""
-
-    def __init__(self, modules: dict[int, dict[str, Any]], module: dict[str, Any]) -> None:
-        super().__init__(module.get("__name__"))
-        self._modules, self._module = modules, module
-
-    def prepare(self) -> None:
-        """Has the module see another class."""
-        self._modules[id(self._module)] = self._module
 
 
 def _float_of(number_of: Callable[[Any], Any]) -> type:

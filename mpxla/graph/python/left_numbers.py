@@ -10,6 +10,7 @@ This module must not know how captures are judged.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -206,7 +207,7 @@ def _in_container(
         part = entry(read, key, old)
         make = _maker(now, value, with_tensors) if old is MISSING else None
         if make is not None:
-            raise _NewEntryError(now, key, make)
+            raise AgainError(part.name, partial(_enter, now, key, make))
         if isinstance(value, CONTAINERS) and value is old:
             found += _in_container(part, held, counted, with_tensors)
         elif value is not old and _is_plain(old):
@@ -227,19 +228,9 @@ def _maker(container: Any, value: Any, with_tensors: bool) -> Callable[[], Any] 
     return getattr(container, "default_factory", None) if is_object else None
 
 
-class _NewEntryError(AgainError):
-    """A step makes an entry of a dictionary, to which every microbatch adds.
-
-    It is there from the start in the next capture, which then sees what is added.
-    """
-
-    def __init__(self, container: dict[Any, Any], key: Any, make: Callable[[], Any]):
-        super().__init__(key)
-        self._container, self._key, self._make = container, key, make
-
-    def prepare(self) -> None:
-        """Makes it."""
-        self._container[self._key] = self._make()
+def _enter(container: dict[Any, Any], key: Any, make: Callable[[], Any]) -> None:
+    """Makes an entry to which every microbatch adds."""
+    container[key] = make()
 
 
 def _is_plain(value: Any) -> bool:

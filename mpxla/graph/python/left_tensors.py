@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import CarriedError, Form, form_of
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import CONTAINERS, is_simple
 from mpxla.graph.python.container_state import with_other_tensors
-from mpxla.graph.python.left_numbers import RecordRead
 from mpxla.graph.python.plain import Read, refill
 from mpxla.graph.python.refusals import LeftTensorError, refusal
 from mpxla.graph.stepgraph import StepGraph
@@ -34,19 +32,6 @@ __all__ = [
 
 class WrittenPlacesError(AgainError):
     """A step writes to tensors of no model, which Python only adds to, if they are left there."""
-
-    def __init__(
-        self,
-        stand_in: Callable[[dict[str, RecordRead], CaptureError], None],
-        places: dict[str, RecordRead],
-        error: CaptureError,
-    ):
-        super().__init__(places)
-        self._stand_in, self._places, self._error = stand_in, places, error
-
-    def prepare(self) -> None:
-        """Has stand-ins in their places."""
-        self._stand_in(self._places, self._error)
 
 
 def comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:

@@ -14,6 +14,7 @@ This module must not know how a step is captured.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,27 +28,6 @@ from mpxla.graph.user_code import AgainError
 __all__ = ["keep_made"]
 
 _MOST_PARTS = 5000
-
-
-class _MadeError(AgainError):
-    """A step function has made an object that is to be there before, or is not to be."""
-
-    def __init__(self, held: Held, key: str, made: Any):
-        super().__init__(f"{held.name}.{key}")
-        self._place, self._made = (held, key), made
-
-    def prepare(self) -> None:
-        """Puts it there; None stands for nothing, which was there before."""
-        held, key = self._place
-        if self._made is not None:
-            held.made[key] = self._made, getattr(held.value, key, MISSING)
-            setattr(held.value, key, self._made)
-            return
-        before = held.made[key][1]  # stays in it: the place is not filled again
-        if before is MISSING:
-            delattr(held.value, key)
-        else:
-            setattr(held.value, key, before)
 
 
 def keep_made(
@@ -74,7 +54,7 @@ def keep_made(
         return
     if place[1] in owner.made:
         if before is owner.made[place[1]][0] and value is not before:
-            raise _MadeError(owner, place[1], None)
+            raise AgainError(f"{owner.name}.{place[1]}", partial(_take_away, owner, place[1]))
         return
     if before is not None or not _is_open(value) or id(vars(value)) in held:
         return
@@ -100,7 +80,22 @@ def keep_made(
     if is_kept:
         for table, key, real in found:
             table[key] = real
-        raise _MadeError(owner, place[1], value)
+        raise AgainError(f"{owner.name}.{place[1]}", partial(_put, owner, place[1], value))
+
+
+def _put(held: Held, key: str, made: Any) -> None:
+    """Has an object there before the step makes it."""
+    held.made[key] = made, getattr(held.value, key, MISSING)
+    setattr(held.value, key, made)
+
+
+def _take_away(held: Held, key: str) -> None:
+    """Puts back what was there; the entry stays, so that the place is not filled again."""
+    before = held.made[key][1]
+    if before is MISSING:
+        delattr(held.value, key)
+    else:
+        setattr(held.value, key, before)
 
 
 def _is_open(value: Any) -> bool:

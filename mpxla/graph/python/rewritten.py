@@ -16,9 +16,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.errors import CaptureError
-from mpxla.graph.user_code import AgainError
 
-__all__ = ["ChangedArgumentError", "Rewritten", "RewrittenError", "rewritten_paths", "with_copies"]
+__all__ = ["ChangedArgumentError", "Rewritten", "rewritten_paths", "with_copies"]
 
 
 class ChangedArgumentError(CaptureError):
@@ -31,18 +30,6 @@ class ChangedArgumentError(CaptureError):
     def __init__(self, text: str, place: int):
         super().__init__(text)
         self.place = place
-
-
-class RewrittenError(AgainError):
-    """A function changes an argument; the next capture gives it a copy."""
-
-    def __init__(self, path: str, paths: set[str]):
-        super().__init__(path)
-        self._path, self._paths = path, paths
-
-    def prepare(self) -> None:
-        """Notes the argument."""
-        self._paths.add(self._path)
 
 
 @dataclass(frozen=True)

@@ -220,9 +220,9 @@ class PythonState:
             if read.put is not None and id(read.now()) in ids and read.name not in self._written
         }
         if found and ids == {id(read.now()) for read in found.values()}:
-            raise WrittenPlacesError(self.stand_in, found, error)
+            raise WrittenPlacesError(found, partial(self._stand_in, found, error))
 
-    def stand_in(self, places: dict[str, RecordRead], refusal: CaptureError) -> None:
+    def _stand_in(self, places: dict[str, RecordRead], refusal: CaptureError) -> None:
         """Has stand-ins in places from here on; says why not where that is no way."""
         self._written |= places
         self._refusal = refusal
@@ -348,7 +348,8 @@ class PythonState:
         if again is not None and not is_same:
             restore(again.log, again.outer)
         if not is_same and lists:
-            raise _FilledOnceError(lists, self.filled_once)
+            # It appends to them once, as caches are filled, or has cleared them.
+            raise AgainError(lists, partial(self.filled_once.update, lists))
         if again is None or starts is None or not is_same:
             names = sorted(computed.keys() - later.keys() or computed)
             line = next(filter(None, map(first.log.line, names)), "")
@@ -522,18 +523,6 @@ _SHORTENED = (
     " Where it only takes old numbers out of a list that is too long, make that a "
     "collections.deque with a maxlen."
 )
-
-
-class _FilledOnceError(AgainError):
-    """The step goes by lists to which it appends, as caches are filled, or which it has cleared."""
-
-    def __init__(self, names: set[str], known: set[str]):
-        super().__init__(names)
-        self._names, self._known = names, known
-
-    def prepare(self) -> None:
-        """Does not have it appended for every microbatch."""
-        self._known.update(self._names)
 
 
 class _FlagError(Exception):
