@@ -28,6 +28,7 @@ from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture.recorder import autograd_nodes
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.functions import PartialFunction, TracedFunction, operator_of
 from mpxla.graph.normalize import has_writes
@@ -209,7 +210,7 @@ class _Traced:
             if is_composed:  # torch does not tell modes of this call
                 raise DifferentiatesInsideError
             roots = _as_tuple(tensors)
-            leaves = _leaves_of(roots)
+            leaves = [n.variable for n in autograd_nodes(roots) if hasattr(n, "variable")]
             given = None if grad_tensors is None else _as_tuple(grad_tensors)
             gradients: Any = torch.autograd.grad(roots, leaves, given, allow_unused=True)
             tracer = cast(Any, get_proxy_mode()).tracer
@@ -381,20 +382,6 @@ def _has_rows(graph: fx.Graph) -> bool:
 
 def _returned(results: Any) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, tuple) else (results,)
-
-
-def _leaves_of(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a graph of autograd adds gradients to."""
-    waiting: list[Any] = [root.grad_fn for root in roots]
-    seen, leaves = set[Any](), list[torch.Tensor]()
-    for node in waiting:  # grows
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting += [function for function, _ in node.next_functions]
-    return leaves
 
 
 def _run_forward(function: Any, context: _Context, args: tuple[Any, ...]) -> Any:

@@ -9,7 +9,7 @@ at when the function has run.
 This module must not know how the step is captured.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunction
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.own_parameters import OwnParameters
+from mpxla.graph.capture.recorder import autograd_nodes
 from mpxla.graph.stepgraph import LeftFlag
 from mpxla.graph.user_code import at_user_line
 
@@ -112,7 +113,7 @@ class Flags:
         trained: set[int] = set()
         dropped: dict[int, str] = {}
         for tensors, frozen, line in self._backwards:
-            nodes = set(_nodes(tensors))
+            nodes = set(autograd_nodes(tensors))
             leaves = {id(getattr(n, "variable", None)) for n in nodes} & self._parameters.keys()
             self._check_regions(nodes, frozen, line)
             if leaves and leaves <= frozen:
@@ -156,15 +157,3 @@ class Flags:
         """Lets go of tensors, and so of the graph of autograd, at the end."""
         for held in (self._parameters, self._backwards, self._regions):
             held.clear()
-
-
-def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """The graph by which autograd would differentiate."""
-    waiting = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [other for other, _ in node.next_functions]
-            yield node

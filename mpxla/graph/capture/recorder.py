@@ -1,7 +1,7 @@
 """What a step function that is captured asks for: backwards, and values that are to be shown."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from mpxla.graph.python.recorded import Recording
 from mpxla.graph.stepgraph import Check
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["BackwardRecorder", "current_recorder", "recording_to"]
+__all__ = ["BackwardRecorder", "autograd_nodes", "current_recorder", "recording_to"]
 
 
 @dataclass
@@ -89,19 +89,25 @@ def _is_of_nothing_trained(loss: torch.Tensor) -> bool:
     """
     if loss.is_leaf:
         return loss.requires_grad and _is_made(loss)
-    rest: list[Any] = [loss.grad_fn]
-    seen = {*rest}
-    for node in rest:  # grows
-        leaf, sources = getattr(node, "variable", None), [n for n, _ in node.next_functions if n]
-        if not sources and (leaf is None or not _is_made(leaf)):
-            return False
-        rest += [source for source in sources if source not in seen]
-        seen.update(sources)
-    return True
+    nodes = autograd_nodes([loss])
+    ends = (node for node in nodes if not any(source for source, _ in node.next_functions))
+    return all(_is_made(getattr(node, "variable", None)) for node in ends)
 
 
-def _is_made(leaf: torch.Tensor) -> bool:
-    return leaf.dim() == 0 and not isinstance(leaf, nn.Parameter)
+def _is_made(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and not isinstance(leaf, nn.Parameter)
+
+
+def autograd_nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The graph by which autograd would differentiate."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+            yield node
 
 
 def _objective(tensor: torch.Tensor, grad: torch.Tensor | None, is_trial: bool) -> torch.Tensor:
