@@ -12,7 +12,7 @@ This module must not know how a step is traced.
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpxla.graph.chosen.arithmetic import ARITHMETIC, HERE, POWERS
 from mpxla.graph.split import ancestors
 from mpxla.graph.stepgraph import VIEWS, describe, is_random
 from mpxla.graph.typed import SYMBOLIC, origin_of, outputs_of, symbolic_numbers
@@ -43,7 +44,6 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-_HERE: Mapping[str, Any] = {"device": torch.device("cpu")}
 
 
 @dataclass(eq=False)
@@ -307,7 +307,7 @@ class Walk:
         key = "joined", *parts
         if key not in self._rows:
             masks = [
-                self.call(_aten.full.default, [p], True, dtype=torch.bool, **_HERE)
+                self.call(_aten.full.default, [p], True, dtype=torch.bool, **HERE)
                 if isinstance(p, int)
                 else p.mask
                 for p in parts
@@ -374,7 +374,7 @@ class Walk:
     @_once
     def safe_places(self, rows: Rows) -> fx.Node:
         """int64 [size], each row's own place, and the first one's for those that do not count."""
-        own = self.call(_aten.arange.default, rows.size, **_HERE)
+        own = self.call(_aten.arange.default, rows.size, **HERE)
         return self.call(_aten.where.self, rows.mask, own, self.first(rows))
 
     def columns(self, rows: Rows, shape: Sequence[int]) -> list[fx.Node]:
@@ -464,7 +464,7 @@ class Walk:
             self._now = node
             made = self._computed(value.meta["val"].node.expr, value)
         if not isinstance(made, fx.Node):
-            made = self.call(_aten.scalar_tensor.default, made, **_HERE)
+            made = self.call(_aten.scalar_tensor.default, made, **HERE)
         is_integer = isinstance(value.meta["val"], torch.SymInt)
         made.meta.setdefault("val", self._scalar(torch.int64 if is_integer else torch.float64))
         return made
@@ -483,11 +483,11 @@ class Walk:
         name = type(expr).__name__
         if name == "ToFloat":
             return self.call(_aten.to.dtype, operands[0], torch.float64)
-        if name not in _ARITHMETIC or (name in _POWERS and not isinstance(operands[0], fx.Node)):
+        if name not in ARITHMETIC or (name in POWERS and not isinstance(operands[0], fx.Node)):
             raise refused(value, f"is counted, and computed with by {name}")
         found = operands[0]
         for other in operands[1:]:
-            found = _ARITHMETIC[name](self, found, other)
+            found = ARITHMETIC[name](self.call, found, other)
         return found
 
     def _scalar(self, dtype: torch.dtype) -> torch.Tensor:
@@ -517,45 +517,3 @@ def _source(mask: fx.Node) -> fx.Node:
 def _is_number(value: Any) -> bool:
     known = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(known, (torch.SymInt, torch.SymFloat))
-
-
-def _divided(walk: Walk, one: Any, other: Any) -> Any:
-    if not isinstance(one, fx.Node):
-        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.float64, **_HERE)
-    return walk.call(_aten.div.Tensor, walk.call(_aten.to.dtype, one, torch.float64), other)
-
-
-def _floored(walk: Walk, one: Any, other: Any) -> Any:
-    if not isinstance(one, fx.Node):
-        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.int64, **_HERE)
-    return walk.call(_aten.div.Tensor_mode, one, other, rounding_mode="floor")
-
-
-def _powered(walk: Walk, one: Any, other: Any) -> Any:
-    return walk.call(_aten.pow.Tensor_Scalar, walk.call(_aten.to.dtype, one, torch.float64), other)
-
-
-def _tensors_first(operator: Any, with_tensors: Any = None) -> Callable[[Walk, Any, Any], Any]:
-    """For two tensors there may be another operator."""
-
-    def compute(walk: Walk, one: Any, other: Any) -> Any:
-        one, other = (one, other) if isinstance(one, fx.Node) else (other, one)
-        both = with_tensors if isinstance(other, fx.Node) else None
-        return walk.call(both or operator, one, other)
-
-    return compute
-
-
-_POWERS = ("Pow", "FloatPow", "PowByNatural")
-_ARITHMETIC: Mapping[str, Callable[[Walk, Any, Any], Any]] = {
-    "Add": _tensors_first(_aten.add.Tensor),
-    "Mul": _tensors_first(_aten.mul.Tensor),
-    "IntTrueDiv": _divided,
-    "FloatTrueDiv": _divided,
-    "FloorDiv": _floored,
-    "CleanDiv": _floored,
-    **dict.fromkeys(_POWERS, _powered),
-    "Max": _tensors_first(_aten.clamp_min.default, _aten.maximum.default),
-    "Min": _tensors_first(_aten.clamp_max.default, _aten.minimum.default),
-}
-"""Numbers by the names of their expressions; one operand is a tensor."""
