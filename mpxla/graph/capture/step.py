@@ -9,7 +9,7 @@ This module must not know about stages, ranks or devices other than the host.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -53,6 +53,7 @@ from mpxla.graph.capture.pieces import Joins
 from mpxla.graph.capture.recorder import BackwardRecorder, recording_to
 from mpxla.graph.capture.retained import backward_told
 from mpxla.graph.capture.sparse import refuse_sparse
+from mpxla.graph.capture.supposed import tell_of_checks, tell_of_zeros
 from mpxla.graph.capture.surroundings import traceable
 from mpxla.graph.capture.tensor_places import Attribute
 from mpxla.graph.capture.transforms import transforms_captured
@@ -78,7 +79,6 @@ from mpxla.graph.user_code import (
     explain,
 )
 from mpxla.kept import Kept
-from mpxla.log import warn_once
 
 __all__ = [
     "NumberLeaf",
@@ -392,7 +392,7 @@ def capture_step(
             return False  # it may not go that way
         is_same = not other.is_question and needs_no_rows(step, line, other)
         if is_same and step.is_training:
-            _tell_of_zeros(line, step.names_in_use() - other.names_in_use())
+            tell_of_zeros(line, step.names_in_use() - other.names_in_use())
         return is_same
 
     lines = set(told)
@@ -409,45 +409,12 @@ def capture_step(
     if lines - harmless and are_few and decided is not None and is_first:
         decided |= lines - harmless
         raise UndecidedError(f"The step function branches{min(decided)} on a mask.")
-    _tell_of_checks(step, harmless)
+    tell_of_checks(step, harmless)
     return without_checks(step, harmless)
-
-
-def _tell_of_zeros(line: str, names: Collection[str]) -> None:
-    """Says which parameters only a branch uses, which is captured whether it is taken or not."""
-    if names:
-        first, *others = sorted(names)
-        which = f"{first} and {len(others)} more" if others else first
-        warn_once(
-            f"zeros{line}",
-            f"the step function uses {which} only where a mask is true{line}. If it is true "
-            f"nowhere in a whole call, PyTorch leaves them without a gradient, and optimizers do "
-            f"not touch them; here their gradients are zeros, as after "
-            f"zero_grad(set_to_none=False): momentum and weight decay move them.",
-        )
-
-
-def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:
-    """Says of which values the step supposes something, and waits for, to see that it is so."""
-    for print in step.prints:
-        if print.check is not None and print.label not in harmless:
-            does, supposed = _SUPPOSED[print.check]
-            warn_once(
-                f"{print.check}{print.label}",
-                f"the step function {does.format(line=print.label)}. It is captured as if "
-                f"{supposed}, and every step call waits for its results, to see that it was so.",
-            )
 
 
 MOST_MASKS = 8
 """So often a way through a step function may ask for masks that decide."""
-_SUPPOSED = {
-    Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
-    Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
-    Check.NO_ROWS: ("raises an exception{line} for some values of a mask", "it did not"),
-    Check.JOINED: ("joins slices{line}", "they had all rows"),
-    Check.COUNTED: ("counts values{line}", "all were below the minlength that it gives"),
-}
 
 
 def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = None) -> StepGraph:
