@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.graph.capture.functions import torchs_recurrences
+from mpxla.graph.capture.torch_parts import torchs_recurrences
 from mpxla.session import current
 from mpxla.tests.graph.chosen.test_packed import FUNCTIONS, MORE, Model, captions, in_time
 from mpxla.tests.ranks.run import run_ranks

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import mpxla as smp
-from mpxla.graph.capture.functions import flexible_attention_by_scores, torchs_recurrences
+from mpxla.graph.capture.torch_parts import flexible_attention_by_scores, torchs_recurrences
 from mpxla.tests.parity import Plain
 from mpxla.tests.parity_checks import merge
 from mpxla.tests.ranks.run import run_ranks

@@ -16,13 +16,13 @@ from torch.jit._state import _enabled as jit_state  # pyright: ignore[reportPriv
 from mpxla.graph.capture.autocast import host_autocast
 from mpxla.graph.capture.carried import all_carried
 from mpxla.graph.capture.exporter import exporter_prepared
-from mpxla.graph.capture.functions import (
+from mpxla.graph.capture.hooks import attributes_kept
+from mpxla.graph.capture.tensor_places import Attribute, attributes_of, is_constant
+from mpxla.graph.capture.torch_parts import (
     checks_decide,
     extremes_captured,
     functions_exchanged,
 )
-from mpxla.graph.capture.hooks import attributes_kept
-from mpxla.graph.capture.tensor_places import Attribute, attributes_of, is_constant
 from mpxla.graph.capture.transformers import static_transformers
 from mpxla.graph.exchanged import exchanged, restored
 from mpxla.graph.fakes import fake_tensor

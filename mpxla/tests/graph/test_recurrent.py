@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.graph.capture.functions import torchs_recurrences
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import TensorLeaf
+from mpxla.graph.capture.torch_parts import torchs_recurrences
 from mpxla.graph.cost import MachineModel, build_problem
 from mpxla.graph.recurrent import LAYER
 from mpxla.tests.graph.capture.test_capture import capture, outputs_of

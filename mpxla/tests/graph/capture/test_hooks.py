@@ -12,9 +12,9 @@ from torch import nn
 
 from mpxla import log
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.functions import torchs_recurrences
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import TensorLeaf
+from mpxla.graph.capture.torch_parts import torchs_recurrences
 from mpxla.runtime.state import ModelState
 from mpxla.tests.clients import logged
 from mpxla.tests.graph.capture.test_capture import capture, run

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import (
 )
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.functions import torchs_recurrences
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.torch_parts import torchs_recurrences
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import outputs_of
 
