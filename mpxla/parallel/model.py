@@ -51,6 +51,7 @@ from mpxla.parallel.sharded import (
 from mpxla.parallel.state_dicts import PARTIAL_KEY, GivenValues, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
+from mpxla.parallel.updates.groups import settings_of
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module, check_options
 from mpxla.runtime.state import load_into
@@ -474,7 +475,7 @@ class DistributedModel(PartitionedModule):
 
     def optimizer_settings(self) -> str:
         """Settings of the optimizers, in words that are equal on all replicas."""
-        return "; ".join(optimizer.describe_settings() for optimizer in self._optimizers)
+        return "; ".join(settings_of(one.optimizer) for one in self._optimizers)
 
     def first_optimizer(self) -> Any:
         """The `DistributedOptimizer`, or None where there is none."""

@@ -15,7 +15,7 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.user_code import at_user_line
-from mpxla.log import get_logger, warn_once
+from mpxla.log import get_logger
 from mpxla.nn.distribute import refuse_with_shards
 from mpxla.parallel.contents import NoSuchAttributeError
 from mpxla.parallel.gradients.loss_scale import LossScale
@@ -26,10 +26,10 @@ from mpxla.parallel.state_dicts import PARTIAL_KEY, gone_of, merge_optimizer_sta
 from mpxla.parallel.updates.carrier import take_along
 from mpxla.parallel.updates.closures import Closure, ClosureSteps
 from mpxla.parallel.updates.companions import tensors_beside
-from mpxla.parallel.updates.elementwise import check_elementwise, is_elementwise, mixes_parameters
+from mpxla.parallel.updates.elementwise import check_elementwise, is_elementwise
 from mpxla.parallel.updates.groups import parameters_of
 from mpxla.parallel.updates.optimizer_state import Numbers, OptimizerState
-from mpxla.parallel.updates.others import ParametersOfOthers, keeps_more_than_state
+from mpxla.parallel.updates.others import parameters_of_others
 from mpxla.parallel.updates.pieces import SHARD_KEY, join_shards, published
 from mpxla.parallel.updates.rounding import UpdateRounding
 from mpxla.parallel.updates.shown_state import ShownState
@@ -50,7 +50,6 @@ _OF_PIECES = (
     "param.grad of the model's own is None: code that changes or reads gradients finds them in "
     "param_groups; clipping by torch.nn.utils or smp finds them anywhere."
 )
-_PLAIN = (bool, int, float, str)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -152,38 +151,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._update = CompiledUpdate(
             optimizer, session.backend, self._pieces, rounding, session.kept
         )
-        self._others: ParametersOfOthers | None = None
-        if session.topology.pp_size > 1 and mixes_parameters(optimizer):
-            self._look_at_all()
+        self._others = parameters_of_others(
+            self.contents, session, session.models, self._update, self._rounding is not None
+        )
         self._closures = ClosureSteps(self.contents, session, self._update)
         for model in self._models:
             model.attach_optimizer(self)
-
-    def _look_at_all(self) -> None:
-        """For an optimizer that updates a parameter by the values of others too."""
-        kind, what = self.kind, "updates a parameter by the values of others too"
-        if self._rounding is not None or keeps_more_than_state(self.optimizer):
-            why = "rounds by chance" if self._rounding else "keeps tensors outside of its state"
-            warn_once(
-                f"{kind} mixes parameters",
-                f"{kind} {what} (a norm over all of them, perhaps), and every rank has the "
-                f"parameters of its stages only. As it {why}, the others cannot be fetched: the "
-                f"update uses this rank's share, and differs from that of one process. Clip by "
-                f"torch.nn.utils.clip_grad_norm_ before optimizer.step(), which sees all ranks, or "
-                f"use norms of single parameters.",
-            )
-            return
-        self._others = ParametersOfOthers(self.contents, self._session, self._session_models)
-        self._update.give_up(f"it {what}")
-        if self._session.rank == 0:
-            get_logger().info(
-                "%s %s (a norm over all of them, perhaps). So every rank fetches parameters, "
-                "gradients and state of all stages for an update, and computes it for all: the "
-                "numbers are those of one process, but an update takes longer, and memory for the "
-                "whole model.",
-                kind,
-                what,
-            )
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -302,9 +275,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def settle_update(self) -> None:
-        """Starts what an update that is not compiled has left pending."""
+        """Starts what an update that is not compiled has left pending in what it changes."""
         if not self._update.was_compiled:
-            self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
+            parameters = parameters_of(self.optimizer)
+            states = (self.optimizer.state.get(parameter, {}) for parameter in parameters)
+            kept = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+            self._backend.adopt([*parameters, *kept, *tensors_beside(self.optimizer)])
 
     def unscale(self) -> None:
         """Divides the gradients by the loss scale of `fp16: True`, once; all ranks must call it."""
@@ -352,25 +328,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
             self._backend.adopt(gradients)
-
-    def _updated(self) -> list[torch.Tensor]:
-        """Parameters and state, which an update changes; pending values of the user are not."""
-        parameters = parameters_of(self.optimizer)
-        state = [
-            value
-            for parameter in parameters
-            for value in self.optimizer.state.get(parameter, {}).values()
-            if isinstance(value, torch.Tensor)
-        ]
-        return [*parameters, *state]
-
-    def describe_settings(self) -> str:
-        """Class and settings of all param groups, without values on a device."""
-        groups = [
-            {k: v for k, v in group.items() if isinstance(v, _PLAIN) or _is_plain_tuple(v)}
-            for group in self.optimizer.param_groups
-        ]
-        return f"{self.kind} {groups}"
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """State of this rank's parameters, on the host, numbered as in the full optimizer.
@@ -578,7 +535,3 @@ def _dividing_key(config: Config) -> str:
     if config.sharded_data_parallel_degree > 1:
         return "sharded_data_parallel_degree"
     return "shard_gradients" if config.shard_gradients else "shard_optimizer_state"
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(part, _PLAIN) for part in value)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Groups", "parameters_of"]
+__all__ = ["Groups", "parameters_of", "settings_of"]
+
+_PLAIN = (bool, int, float, str)
 
 
 class Groups:
@@ -113,3 +115,14 @@ class Groups:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """What an optimizer holds, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """Class and settings of all param groups, without values on a device."""
+    groups = [{k: v for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _is_plain(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, _PLAIN) for part in parts)

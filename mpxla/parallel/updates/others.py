@@ -14,17 +14,62 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.log import get_logger, warn_once
 from mpxla.parallel.models import Models
 from mpxla.parallel.state_dicts import to_host
 from mpxla.parallel.updates.companions import optimizers_within, tensors_beside
+from mpxla.parallel.updates.elementwise import mixes_parameters
 from mpxla.parallel.updates.groups import parameters_of
 from mpxla.parallel.updates.optimizer_state import OptimizerState
+from mpxla.parallel.updates.update import CompiledUpdate
 from mpxla.session import Session
 
-__all__ = ["ParametersOfOthers", "keeps_more_than_state"]
+__all__ = ["ParametersOfOthers", "parameters_of_others"]
 
 
-def keeps_more_than_state(optimizer: torch.optim.Optimizer) -> bool:
+_MIXES = "updates a parameter by the values of others too"
+
+
+def parameters_of_others(
+    contents: OptimizerState,
+    session: Session,
+    models: Models,
+    update: CompiledUpdate,
+    rounds_by_chance: bool,
+) -> "ParametersOfOthers | None":
+    """For an optimizer that updates a parameter by the values of others too, not compiled then.
+
+    None where it does not, where no other rank has parameters, and where they cannot be fetched.
+    """
+    optimizer = contents.optimizer
+    if session.topology.pp_size == 1 or not mixes_parameters(optimizer):
+        return None
+    kind = type(optimizer).__name__
+    if rounds_by_chance or _keeps_more_than_state(optimizer):
+        why = "rounds by chance" if rounds_by_chance else "keeps tensors outside of its state"
+        warn_once(
+            f"{kind} mixes parameters",
+            f"{kind} {_MIXES} (a norm over all of them, perhaps), and every rank has the "
+            f"parameters of its stages only. As it {why}, the others cannot be fetched: the "
+            f"update uses this rank's share, and differs from that of one process. Clip by "
+            f"torch.nn.utils.clip_grad_norm_ before optimizer.step(), which sees all ranks, or "
+            f"use norms of single parameters.",
+        )
+        return None
+    update.give_up(f"it {_MIXES}")
+    if session.rank == 0:
+        get_logger().info(
+            "%s %s (a norm over all of them, perhaps). So every rank fetches parameters, "
+            "gradients and state of all stages for an update, and computes it for all: the "
+            "numbers are those of one process, but an update takes longer, and memory for the "
+            "whole model.",
+            kind,
+            _MIXES,
+        )
+    return ParametersOfOthers(contents, session, models)
+
+
+def _keeps_more_than_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer keeps tensors that are neither numbers nor in the state of one.
 
     It may expect one for every parameter, which there is not for those of other ranks.
