@@ -6,7 +6,7 @@ hooks or optimizers.
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,6 @@ from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
-from mpxla.parallel.replica import check_equal_values
 from mpxla.parallel.state_dicts import (
     PARTIAL_KEY,
     GivenValues,
@@ -217,31 +216,6 @@ class PartitionedModule(nn.Module):
         local = {name: value for name, value in local.items() if name not in whole}
         values = {**to_host(local, self._backend), **whole, PARTIAL_KEY: True}
         return with_versions(values, own._metadata)
-
-    def _loading(self) -> AbstractContextManager[None]:
-        """Around a call of the user that loads values: all ranks make it, if some are divided."""
-        if not (self._state.shards and self._state.is_placed):
-            return nullcontext()
-        return self.together("model.load_state_dict()", self._session.topology.world_group())
-
-    def check_loaded(self, values: Mapping[str, Any]) -> None:
-        """Checks that ranks load the same parameters, if they divide some of them.
-
-        Raises:
-            RankMismatch: they do not.
-        """
-        session, names = self._session, self._state.canonical_names
-        if not any(names.get(name) in self._state.parts for name in values):
-            return
-        given = {
-            name: value
-            for name, value in values.items()
-            if names.get(name) in self._state.parameters
-            and isinstance(value, torch.Tensor)
-            and not value.is_meta
-        }
-        group = session.topology.rdp_group(session.rank)
-        check_equal_values(session.state_objects, group, given)
 
     def joined(self, name: str) -> torch.Tensor:
         """A divided parameter on the host. All ranks of the sharding group call it."""

@@ -1,7 +1,8 @@
 """`DistributedModel`: the user's model, cut into stages at the first step.
 
-A facade: what it does is done by `PartitionedModule` (parameters and buffers by name), `Models`
-(all models of the session, and the engine that runs them) and `GradientReducer`.
+A facade: what it does is done by `PartitionedModule` (parameters and buffers by name),
+`LoadableModule`, `Models` (all models of the session, and the engine that runs them) and
+`GradientReducer`.
 """
 
 import contextlib
@@ -16,16 +17,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from mpxla.comm.transport import Group, Members
-from mpxla.delayed import accept_changes, delay_all_models, is_delayed
+from mpxla.delayed import delay_all_models
 from mpxla.errors import CaptureError, MpxlaError, StepError
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.log import warn_once
 from mpxla.nn.distribute import (
-    check_wholes,
     distribute,
     exchange_registered,
     refuse_with_shards,
-    without_shards,
 )
 from mpxla.nn.shared_norm import refuse_with_shared_statistics, share_statistics
 from mpxla.parallel.compute_dtype import (
@@ -35,12 +34,12 @@ from mpxla.parallel.compute_dtype import (
     widened,
     with_scaled_gradients,
 )
-from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.copies import DistributedCopy
 from mpxla.parallel.gradients.grad_scaler import see_all_overflows
 from mpxla.parallel.gradients.plain import PlainBackward
 from mpxla.parallel.gradients.reducer import TRANSFER_DTYPES, ReductionOptions
 from mpxla.parallel.gradients.torch_clipping import see_all_gradients
+from mpxla.parallel.loading import LoadableModule
 from mpxla.parallel.models import cut_report, models_of
 from mpxla.parallel.scripted import without_scripts
 from mpxla.parallel.sharded import (
@@ -48,13 +47,11 @@ from mpxla.parallel.sharded import (
     refuse_shared_parts,
     refuse_with_divided_gradients,
 )
-from mpxla.parallel.state_dicts import PARTIAL_KEY, GivenValues, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.updates.groups import settings_of
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module, check_options
-from mpxla.runtime.state import load_into
 from mpxla.runtime.states import Member
 from mpxla.session import current
 
@@ -64,7 +61,7 @@ _parse_to = cast(Any, torch)._C._nn._parse_to
 Hook = Callable[["DistributedModel", Any], None]
 
 
-class DistributedModel(PartitionedModule):
+class DistributedModel(LoadableModule):
     """Wraps a model of a script. (SMP API reference, "smp.DistributedModel".)
 
     A script may have several (generator and discriminator, teacher and student): a step function
@@ -313,106 +310,6 @@ class DistributedModel(PartitionedModule):
         Called before partitioning, on all ranks.
         """
         self._engine.placement.follow_decision(self.label, decision)
-
-    def load_state_dict(  # type: ignore[override]
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        same_partition_load: bool = False,
-        *,
-        assign: bool = False,
-    ) -> Any:
-        """Loads a full state dict, or the partial ones of all ranks of a replica.
-
-        Partial dicts are merged first, so all ranks of the replica must call it with theirs.
-
-        Args:
-            state_dict: full, or what `local_state_dict` returned (marked as partial).
-            strict: whether missing and unexpected keys are errors.
-            same_partition_load: the partial dict is this rank's own of the same partition: no
-                merging.
-            assign: has to be False, see the error.
-
-        Raises:
-            RuntimeError: keys or shapes do not match (as in torch).
-            MpxlaError: `assign` is set.
-        """
-        if assign:
-            raise MpxlaError(
-                "load_state_dict(assign=True) would make the tensors of the dict the parameters; "
-                "those of a smp.DistributedModel live with their stages, and take values. Leave "
-                "assign out, or load into the model before smp.DistributedModel wraps it."
-            )
-        values = {k: v for k, v in state_dict.items() if k != PARTIAL_KEY}
-        if PARTIAL_KEY not in state_dict:
-            check_wholes(values, self.shards_of_tensors, self.canonical_names)
-        values = without_shards(values, self.shards_of_tensors, self.canonical_names)
-        if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
-            session = self._session
-            group = session.topology.pp_group(session.rank)
-            names = self.module.state_dict(keep_vars=True)
-            values = to_host(values, self._backend)
-            with self.together("model.load_state_dict(partial state)", group):
-                values = gather_full(session.state_objects, group, values, names)
-        elif PARTIAL_KEY in state_dict:
-            strict = False
-        return self._load_parts(values, strict, getattr(state_dict, "_metadata", {}))
-
-    def _load_parts(self, values: Mapping[str, Any], strict: bool, versions: Any) -> Any:
-        with self._loading():
-            return self.load_values(values, strict, versions)
-
-    def load_values(self, values: Mapping[str, Any], strict: bool, versions: Any = None) -> Any:
-        """Loads whole values; the ranks that divide some of them call it together, with equal ones.
-
-        Of tensors that are split over ranks, values are this rank's parts. Versions are those of
-        the modules that gave the values, see `load_into`.
-
-        Raises:
-            RankMismatch: ranks have different values of what they divide.
-        """
-        self._state.check_own()
-        self.check_loaded(values)
-        self.given = GivenValues()
-        self._backend.forget(self.module.parameters())  # torch may swap them
-        try:
-            result = load_into(self.module, values, strict, versions)
-        finally:
-            accept_changes()
-        self.store.load_beside(values)
-        self._state.forget_writes()
-        is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
-        if not self.partitioned and is_later:
-            self.register_post_partition_hook(
-                lambda model, _: model._load_parts(values, False, versions)
-            )
-        self._backend.flush()
-        return result
-
-    def load_when_placed(
-        self, load: Callable[[], None], load_beside: Callable[[], None] = lambda: None
-    ) -> None:
-        """Lets a checkpoint load the model's values, and then what optimizers hold of them.
-
-        Values load now where this rank has any to be replaced, for they may be read, copied and
-        written before the first step; what is beside them when every rank has its parameters.
-        """
-        values = self.module.state_dict(keep_vars=True).values()
-        self._awaits_values = not self.partitioned and any(
-            isinstance(value, torch.Tensor) and value.is_meta for value in values
-        )
-        if not self._awaits_values:
-            load()
-        if self.partitioned:
-            load_beside()
-            return
-
-        def load_rest(model: Any, optimizer: Any) -> None:
-            if self._awaits_values:
-                load()
-            load_beside()
-
-        self.register_post_partition_hook(load_rest)
 
     def together(self, what: str, ranks: Group) -> contextlib.AbstractContextManager[None]:
         """Around a call of the user that several ranks make together. See `Models.together`."""
