@@ -169,7 +169,7 @@ class DistributedModel(LoadableModule):
         save_whole(self, session)
         self._plain_backward: PlainBackward | None = None
         if self._is_single:
-            self._engine.adopt_single_stage(self.label)
+            self._engine.arrivals.adopt_single_stage(self.label)
             if session.topology.rdp_size > 1 and not self._state.shards:
                 self._plain_backward = PlainBackward(self._reducer)
 
@@ -211,7 +211,7 @@ class DistributedModel(LoadableModule):
         if is_plain:
             check_whole(self._state)
             if self._is_single and not self._engine.is_tracing:
-                self._engine.adopt_single_stage(self.label)  # what the model has got since
+                self._engine.arrivals.adopt_single_stage(self.label)  # what the model has got since
         if is_plain and self._plain_backward is not None:
             self._plain_backward.watch()
         if self._compute_dtype is None:

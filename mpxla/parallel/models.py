@@ -155,7 +155,7 @@ class Models:
         Raises:
             MpxlaError: it holds other parameters only.
         """
-        self.engine.take_in()
+        self.engine.arrivals.take_in()
         given, known = parameters_of(optimizer), list(self)
         found = self.holding(given)
         if not found and given and len(known) > 1:

@@ -6,12 +6,12 @@ rank runs its list of actions; gradients and results are collected.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from mpxla.collection import give_back_memory
-from mpxla.comm.agreement import agreed, check_agreement, share_error
+from mpxla.comm.agreement import check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.alike import lines_of
@@ -22,6 +22,7 @@ from mpxla.graph.python.rewritten import Rewritten
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
+from mpxla.runtime.arrivals import Arrivals
 from mpxla.runtime.asking import whole_way
 from mpxla.runtime.call import Call, left_flags, trained_by
 from mpxla.runtime.calls import Calls
@@ -57,7 +58,6 @@ __all__ = ["StepEngine"]
 
 
 _T = TypeVar("_T")
-_NEW = "a step function, or the model, with new parameters or buffers"
 _SAME_STEP = (
     "What the step function reads outside of its arguments (tensors, random numbers of Python, the "
     "rank) has to be equal on all ranks that share tensors: make it from one seed, or pass it as "
@@ -73,6 +73,7 @@ class StepEngine:
     Attributes:
         calls: how the ranks agree on calls, and the plans that are known.
         placement: where parameters and buffers live.
+        arrivals: what models have that is not placed yet.
         first_cuts: the first step that used a model, by the model's label.
         last_run: the last call on this rank.
         last_used: labels of the models that it used.
@@ -127,6 +128,9 @@ class StepEngine:
             self.calls.control,
             self.life,
             config,
+        )
+        self.arrivals = Arrivals(
+            session, self._states, self._members, self.placement, reducers, self._cutter
         )
 
     def add(self, member: Member) -> str:
@@ -261,9 +265,9 @@ class StepEngine:
     def _build(self, call: Call, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
-        self._together(f"step function {call.name}", self.take_in, is_long=False)
+        self._together(f"step function {call.name}", self.arrivals.take_in, is_long=False)
         if self._states.is_any_placed():
-            self._meet_new()
+            self.arrivals.meet_new()
         else:
             self._cutter.settle_rates()
         cut, signature, reads = self._cut_together(call, function)
@@ -275,13 +279,13 @@ class StepEngine:
         used = self._models_of(cut)
         new, unread = self.placement.unsettled(used), self.placement.unread(cut)
         if new or unread:
-            cut = self._follow_first_replica(cut, signature.function, [*new, *unread])
+            cut = self.arrivals.follow_first_replica(cut, signature.function, [*new, *unread])
         everyone = self._session.objects, self._group
         check_agreement(*everyone, cut.description(), "captured another step")
         self._compare_captured(cut.step)
-        self._settle(self.placement.of_new(cut, new), used)
+        self.arrivals.settle(self.placement.of_new(cut, new), used)
         if new or (cut.step.is_training and signature.function not in self._trained_by):
-            self._settle_copies(cut)  # together with all replicas
+            self.arrivals.settle_copies(cut)  # together with all replicas
             self._trained_by.add(signature.function)
         self.placement.move(self.placement.of_new(cut, unread))
         if not self.first_cuts:
@@ -439,7 +443,7 @@ class StepEngine:
     def _choose(self, cut: CutStep, function: str) -> CutStep:
         """The step cut anew if keys of the configuration were open.
 
-        Later steps keep to what was chosen, and so do other replicas (`_follow_first_replica`).
+        Later steps keep to what was chosen, and so do other replicas (`Arrivals`).
         """
         if not self._cutter.may_choose(cut):
             return cut
@@ -459,8 +463,6 @@ class StepEngine:
         if self._session.rank == 0 and config.partition_file and not config.load_partition:
             write_decision(config, cut.problem, cut.partition)
 
-    # --- models ---------------------------------------------------------------------------------
-
     def _models_of(self, cut: CutStep) -> list[str]:
         """Labels of the models that a step reads; there always is one.
 
@@ -471,91 +473,3 @@ class StepEngine:
         labels = self._states.labels
         used = [n for n in labels if n in read or not self._states.names_of(n)]
         return self._states.closure(used or labels[:1])
-
-    def take_in(self) -> None:
-        """Names parameters and buffers that models have now and had not before."""
-        for member in self._members.values():
-            member.before_new()
-        self._states.take_in()
-
-    def _meet_new(self) -> None:
-        """What models have got since they were placed is the same on all ranks of the pipeline.
-
-        What was computed from values of some ranks (a mask of a weight) has values on those only.
-
-        Raises:
-            RankMismatch: it is not the same.
-            StepError: no rank has values of it.
-        """
-        placed = [label for label in self._states.labels if self._states[label].is_placed]
-        new = self.placement.unsettled(placed)
-        owners = [(self._states[label], own) for label, own in map(self._states.own_name, new)]
-        own = self._states.describe(new), [state.holds(name) for state, name in owners]
-        everyone = agreed(self._session.objects, self._group, own, _changed, lambda found: found[0])
-        for place, name in enumerate(new):
-            holders = tuple(rank for rank, (_, held) in enumerate(everyone) if held[place])
-            if not holders:
-                raise StepError(
-                    f"{name}, which the model got after smp.DistributedModel, has no values on any "
-                    f"rank: it was computed from parameters that are divided over ranks "
-                    f"(sharded_data_parallel_degree). Compute it before smp.DistributedModel, or "
-                    f"from model.state_dict(), which gives whole values on all ranks."
-                )
-            if len(holders) < len(everyone):
-                self.placement.note_holders(name, holders)
-
-    def _follow_first_replica(self, cut: CutStep, function: str, new: Sequence[str]) -> CutStep:
-        """The step cut so that new models live where the first replica puts them.
-
-        Batches of other shapes (other sequence lengths) may have led this replica elsewhere.
-        """
-        objects, world = self._session.objects, self._session.topology.world_group()
-        if self._states.is_any_placed():
-            self._reducers.meet(_NEW, at_user_line())
-        model = [f"the first step function is {function}", *self._states.describe(new)]
-        check_agreement(objects, world, model, "have another model or script")
-        mine = self.placement.of_new(cut, new), self._cutter.chosen
-        first = objects.allgather(mine, world)[0]
-        if mine == first:
-            return cut
-        ranks, self._cutter.chosen = first
-        placed = {**self.placement.ranks, **ranks}
-        return self._cutter.cut_captured(cut.step, saved=cut.saved, fixed=placed)
-
-    def _settle(self, ranks: Mapping[str, tuple[int, ...]], labels: Iterable[str]) -> None:
-        for label in labels:
-            if not self.placement.is_settled(label):
-                self.placement.settle(label, ranks)
-                self._members[label].on_placed()
-
-    def _settle_copies(self, cut: CutStep) -> None:
-        """Places models that are copies of those in the step beside them.
-
-        Scripts average weights into them before a step uses them.
-        """
-        ranks = self.placement.with_twins(self.placement.twins(cut.step))
-        for label in self._states.labels:
-            new = self.placement.unsettled([label])
-            if not self._states[label].is_placed and new and ranks.keys() >= set(new):
-                self._settle({name: ranks[name] for name in new}, [label])
-
-    def adopt_single_stage(self, label: str) -> None:
-        """Places all of a model here, where there is only one stage: what is not placed yet."""
-        self.take_in()
-        world, new = self._session.topology.world_group(), self.placement.unsettled([label])
-        if not new and self._states[label].is_placed:
-            return
-        if self._states[label].is_placed:
-            self._reducers.meet(_NEW, at_user_line())
-        model = self._states.describe(new)
-        check_agreement(self._session.objects, world, model, "have another model")
-        self._settle(dict.fromkeys(new, (0,)), [label])
-
-
-def _changed(others: list[int], first: tuple[list[str], Any], other: tuple[list[str], Any]) -> str:
-    """Text of the error of ranks that have added other tensors to their models."""
-    return (
-        f"the models have other new parameters or buffers on ranks {others} than on the first rank "
-        f"of the pipeline: {', '.join(other[0]) or 'none'} there, {', '.join(first[0]) or 'none'} "
-        f"here. Change models in the same way on all ranks."
-    )
