@@ -187,7 +187,7 @@ class Calls:
     def _draw(self, signature: Signature) -> None:
         """Draws what the function does; the next call probably draws the same."""
         draw_all(signature.draws, self._sources(signature))
-        if signature.draws and self._pp_rank == 0:
+        if signature.draws:
             known = self._draws[signature.function]
             known.insert(0, known.pop(known.index(signature.draws)))
 
@@ -412,8 +412,7 @@ class Calls:
         leave(call, rest[2])
         if kind == "known":
             call.passes = next_
-            signature = next_[0].plan.signature
-            draw_all(signature.draws, self._sources(signature))
+            self._draw(next_[0].plan.signature)
         else:
             (call.question,) = next_
 
@@ -441,7 +440,7 @@ class Calls:
             self._take(call, self.control.follow())
         else:
             call.passes = [Pass(plan, tuple(range(call.signature.num_microbatches)))]
-            draw_all(plan.signature.draws, self._sources(plan.signature))
+            self._draw(plan.signature)
 
     def _take_way(self, call: Call, plan: Plan) -> str | None:
         """Gives a new plan the microbatches that it is for, as far as they have none."""

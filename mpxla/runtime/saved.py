@@ -66,7 +66,7 @@ def saved_bytes(lowered: LoweredStage) -> int:
     """What a stage keeps of one microbatch, each tensor once."""
     passed_on = {s.argument for s in lowered.saved if s.argument is not None}
     return sum(spec.num_bytes for spec in lowered.saved_specs) + sum(
-        lowered.forward_inputs[a].num_bytes for a in passed_on if _is_activation(lowered, a)
+        lowered.forward_inputs[a].num_bytes for a in passed_on if lowered.spec.is_of_microbatch(a)
     )
 
 
@@ -85,7 +85,7 @@ def held_bytes(lowered: LoweredStage, split: SplitBackward | None, has_inputs: b
     if split.weight_part is None:
         return StageBytes(saved, 0, 0, moved)
     inputs = [
-        spec.num_bytes * _is_activation(lowered, argument)
+        spec.num_bytes * lowered.spec.is_of_microbatch(argument)
         for argument, spec in enumerate(lowered.forward_inputs)
     ]
     outputs = [spec.num_bytes for spec in lowered.saved_specs]
@@ -106,11 +106,6 @@ def _input_bytes(lowered: LoweredStage) -> int:
     first, ports = lowered.spec.first_input, lowered.spec.inputs
     own = {s.argument for s in lowered.saved if s.argument is not None and s.argument >= first}
     return sum(lowered.forward_inputs[a].num_bytes for a in own if ports[a - first].source is None)
-
-
-def _is_activation(lowered: LoweredStage, argument: int) -> bool:
-    """Whether an argument of the forward exists once per microbatch."""
-    return lowered.spec.is_of_microbatch(argument)
 
 
 # --- windows -------------------------------------------------------------------------------------
