@@ -56,19 +56,7 @@ class NewNames:
             assert place.put is not None, "names can be taken away"
             place.put(MISSING)
         if found:
-            raise _NewNamesError(found, self._known)
-
-
-class _NewNamesError(AgainError):
-    """A step function makes names that were not there."""
-
-    def __init__(self, found: list[Place], known: list[Place]):
-        super().__init__(", ".join(place.name for place in found))
-        self._found, self._known = found, known
-
-    def prepare(self) -> None:
-        """Lets captures know them."""
-        self._known += self._found
+            raise AgainError([place.name for place in found], partial(self._known.extend, found))
 
 
 def _table(owner: _Owner) -> Mapping[str, Any]:
