@@ -13,6 +13,7 @@ import torch
 
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture.carried import settle
+from mpxla.graph.capture.functional_step import StaleTensorError
 from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.reads import ModuleRead, ValueRead
 from mpxla.graph.capture.recorder import current_recorder
@@ -27,6 +28,7 @@ from mpxla.graph.python.draws import Drawer, Draws
 from mpxla.graph.python.floats import Floats
 from mpxla.graph.python.held_objects import held_objects
 from mpxla.graph.python.left_numbers import RecordRead, StandIns, numbers_left
+from mpxla.graph.python.memos import fill_memos, stale_memos
 from mpxla.graph.python.new_names import NewNames
 from mpxla.graph.python.noted_attributes import attributes_noted
 from mpxla.graph.python.outside_reads import outside_values, without_counted
@@ -40,7 +42,7 @@ from mpxla.graph.python.sources import (
     random_numbers_noted,
 )
 from mpxla.graph.python.state import PythonState
-from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.stepgraph import StepGraph, is_random
 from mpxla.graph.user_code import AgainError, OutsideWriteError, UndecidedError, ValueNeededError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
@@ -116,6 +118,11 @@ class Tracing:
             self.state.take()
             return found
         return self.trace(replace(signature, answers=()), drawer and drawer.again())
+
+    def _fill_memos(self, look: bool) -> None:
+        """Has the step captured again if functions remember tensors of this capture."""
+        if stale := stale_memos(self.state.filled_memos, look):
+            raise AgainError([memo.__name__ for memo in stale], partial(fill_memos, stale))
 
     def _find_masks_that_decide(self, signature: Signature, drawer: Drawer | None) -> None:
         """Goes through the whole function, before the first question, which is only a part."""
@@ -244,6 +251,11 @@ class Tracing:
                     raise
                 path = paths[error.place]  # of which the next capture gives it a copy
                 raise AgainError(path, partial(self.rewritten.add, path)) from error
+            except StaleTensorError:
+                self._fill_memos(look=True)
+                raise
+            if any(map(is_random, step.graph.nodes)):  # which a memo draws once
+                self._fill_memos(look=False)
             used = {role.name for node, role in step.roles.items() if node.users}
             is_same = step.follows_from_itself
             settle(model, lambda n: names[n] in used, lambda n: is_same(names[n]))

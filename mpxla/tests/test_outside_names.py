@@ -1,5 +1,7 @@
 """State and caches that a forward keeps outside of attributes: they are followed, or an error."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -137,6 +139,24 @@ def cached_by_the_class(layer, x):
     return x + layer.table
 
 
+@functools.lru_cache(typed=True)
+def remembered(size, dtype=torch.float64, *, scale=1.0):
+    return torch.arange(size, dtype=dtype) * scale
+
+
+@functools.cache
+def noise():
+    return torch.rand(3, dtype=torch.float64)
+
+
+def cached_by_functools(layer, x):
+    return x + remembered(3) * remembered(x.shape[1], scale=0.5) + layer.remembered(2)
+
+
+def drawn_once(_, x):
+    return x + noise()
+
+
 def tensors_of_the_class(layer, x):
     type(layer).sum = getattr(type(layer), "sum", torch.zeros(3, dtype=torch.float64)) + 1
     return x * type(layer).sum
@@ -187,7 +207,7 @@ STATE = (
 CACHES = (
     *(cached_by_a_dictionary, cached_inside, cached_if_too_short, cached_in_a_list),
     *(cached_by_a_global, cached_by_an_object, cached_by_a_new_dictionary),
-    *(cached_by_a_function, cached_by_the_class),
+    *(cached_by_a_function, cached_by_the_class, cached_by_functools, drawn_once),
 )
 REFUSED = {
     tensors_of_the_class: "reads Layer.sum, and gives it a tensor",
@@ -206,6 +226,10 @@ class Layer(nn.Module):
         super().__init__()
         self.function = function
 
+    @functools.lru_cache  # noqa: B019
+    def remembered(self, count):
+        return positions() + count
+
     def forward(self, x):
         return self.function(self, x)
 
@@ -215,6 +239,8 @@ def forget():
     global MASK
     MASK, TABLES[1] = None, None
     globals().pop("CALLS", None)
+    for memo in (remembered, noise, Layer.remembered):
+        memo.cache_clear()
     CACHE.clear()
     vars(BOX).clear()
     vars(helper).clear()
@@ -301,7 +327,7 @@ def errors_of(functions):
     ("stages", "functions"),
     [
         pytest.param(1, (*STATE, *CACHES), marks=pytest.mark.slow),
-        (2, (begun_by_its_table, counted_by_the_class, cached_inside, cached_by_a_new_dictionary)),
+        (2, (begun_by_its_table, counted_by_the_class, cached_inside, cached_by_functools)),
         pytest.param(2, (*STATE, *CACHES), marks=pytest.mark.slow),
     ],
     ids=["one", "two", "two-all"],

@@ -36,7 +36,7 @@ from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, 
 from mpxla.graph.typed import input_of, outputs_of
 from mpxla.graph.user_code import line_of
 
-__all__ = ["Constants", "FunctionalStep", "constants_of", "functional_step"]
+__all__ = ["Constants", "FunctionalStep", "StaleTensorError", "constants_of", "functional_step"]
 
 _STATE = {
     ExportInput.PARAMETER: InputKind.PARAMETER,
@@ -106,17 +106,21 @@ def functional_step(
     return FunctionalStep(graph, tuple(inputs), tuple(outputs))
 
 
+class StaleTensorError(CaptureError):
+    """A step uses a tensor of another capture, which something has kept."""
+
+
 def constants_of(program: ExportedProgram) -> Constants:
     """Those of a program.
 
     Raises:
-        CaptureError: one has no numbers, as it is none: torch has lost where it comes from.
+        StaleTensorError: one has no numbers, as it is none: torch has lost where it comes from.
     """
     specs = program.graph_signature.input_specs
     targets = [s.target or "" for s in specs if s.kind is ExportInput.CONSTANT_TENSOR]
     values = {name: cast(torch.Tensor, program.constants[name]) for name in targets}
     if any(isinstance(value, FakeTensor) for value in values.values()):
-        raise CaptureError(
+        raise StaleTensorError(
             "The step function uses a tensor that something outside of the model has kept from an "
             "earlier capture or from this one. Either it appends tensors to a list, dictionary or "
             "object that is no part of the model (states of a metric, say) and reads them there: "

@@ -20,6 +20,7 @@ left as numbers of the model are (`recorded.py`).
 This module must not know how steps are run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,6 +92,7 @@ class PythonState:
         filled_once: lists by which a step goes that appends plain data or tensors to them.
         contents: gets containers that a capture reads, with what they hold before.
         held: gets objects whose attributes captures may read.
+        filled_memos: how often functions that remember tensors were called (`memos.py`), by id.
         made: gets names that the function makes outside of these (`new_names.py`).
         is_trial: whether captures are not to be used, and leave nothing.
     """
@@ -110,6 +112,7 @@ class PythonState:
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
         self.made: list[Place] = []
+        self.filled_memos: Counter[int] = Counter()
 
     def stop_counting(self, asks: bool = False) -> None:
         """From here on nothing is followed, and only counted where the step asks for values."""
