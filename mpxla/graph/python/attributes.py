@@ -98,7 +98,8 @@ class AttributeLog:
 
     def __post_init__(self) -> None:
         own = ((key, held) for key, held in self.held.items() if held.value is not None)
-        self._at_first = {key: dict(held.table) for key, held in own}  # but for parameters
+        # But for parameters; with buffers, some of which are attributes while a step is captured.
+        self._at_first = {k: {**held.table.get("_buffers", {}), **held.table} for k, held in own}
         values = (one.value for one in self.held.values())
         self.tables = ModuleTables(value for value in values if isinstance(value, nn.Module))
 
