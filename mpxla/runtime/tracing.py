@@ -303,7 +303,7 @@ class Tracing:
                 try:
                     step = capture(counting, stand_ins, notes)
                     log.start_carried(model, step.gone)
-                    return Attempt(step, log.reads(), log, reads, computed, by_inputs)
+                    return Attempt(step, log.reads(), log, reads, computed, by_inputs, found.places)
                 except OutsideWriteError as error:
                     restore(log, reads)
                     places = [*reads, *log.places()]

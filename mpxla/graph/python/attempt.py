@@ -7,13 +7,12 @@ import copy
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from mpxla.graph.alike import is_same_step
-from mpxla.graph.python.attributes import AttributeLog, is_simple
+from mpxla.graph.python.attributes import AttributeLog, is_made, is_simple, left_again
 from mpxla.graph.python.container_state import (
     changed_entries,
     missing_entries,
@@ -23,6 +22,7 @@ from mpxla.graph.python.container_state import (
 from mpxla.graph.python.counted import as_count
 from mpxla.graph.python.left_numbers import RecordRead
 from mpxla.graph.python.plain import Read
+from mpxla.graph.python.reach import Place
 from mpxla.graph.stepgraph import StepGraph
 
 __all__ = ["Attempt", "is_changed", "is_state", "restore", "stood_in"]
@@ -43,6 +43,7 @@ class Attempt:
         outer: what it names of globals and closures, but for those that are inputs.
         computed: places to which it has given numbers that the model computes, by name.
         given: those with numbers that follow from inputs alone.
+        outside: places of globals, closures and such, with what they held before.
     """
 
     step: StepGraph
@@ -51,12 +52,18 @@ class Attempt:
     outer: list[Read]
     computed: dict[str, RecordRead]
     given: dict[str, RecordRead]
+    outside: list[Place]
 
     def changed(self) -> dict[str, Read]:
         """Plain values that it has read and changed, by name."""
         outer = [read for read in self.outer if is_changed(read)]
         found = {read.name: read for read in (*self.log.changed(), *outer)}
         return {n: r for n, r in found.items() if n.rpartition(".")[2] not in _FOUND_AGAIN}
+
+    def beside_caches(self) -> bool:
+        """Whether it has changed numbers where it has put constant tensors."""
+        numbers = {n for n, read in self.changed().items() if as_count(n, read.now())}
+        return self.log.has_constants(numbers)
 
     def numbers(self, names: Collection[str]) -> dict[str, Read]:
         """Numbers that it has read, and changed, or that are among some names: inputs to be.
@@ -122,14 +129,11 @@ class Attempt:
         return places
 
     def filled(self) -> list[Read]:
-        """Containers without tensors in which it has changed something, or that it has made."""
+        """Containers without tensors in which it has changed something."""
         reads = [read for read in (*self.outer, *self.own_reads) if read.change() is not None]
+        kinds = (dict, list)
         return [
-            read
-            for read in reads
-            if isinstance(read.value, (dict, list))
-            or (is_simple(read.value) and isinstance(read.now(), (dict, list)))
-            if with_other_tensors(read.now()) is None
+            r for r in reads if isinstance(r.value, kinds) and with_other_tensors(r.now()) is None
         ]
 
     def flags(self, names: Collection[str]) -> dict[str, Read]:
@@ -150,8 +154,8 @@ class Attempt:
         }
 
     def left(self) -> list[Callable[[], None]]:
-        """Put back what it has left of plain values."""
-        outer = [partial(read.give, read.now()) for read in self.outer if is_changed(read)]
+        """Put back what it has left of plain values, and objects and containers of them."""
+        outer = [left_again(read.give, read.now()) for read in self.outer if is_changed(read)]
         return [*self.log.left(), *outer]
 
 
@@ -206,5 +210,5 @@ def is_state(value: Any) -> bool:
 def is_changed(read: Read) -> bool:
     """Whether something outside has changed that can be put back."""
     now = read.now()
-    known = read.put is not None and is_simple(read.value) and is_simple(now)
+    known = read.put is not None and is_simple(read.value) and (is_simple(now) or is_made(now))
     return known and read.change() is not None

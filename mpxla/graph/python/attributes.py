@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.capture.recorder import BackwardRecorder
 from mpxla.graph.containers import has_fakes
-from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead
+from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead, has_attributes
 from mpxla.graph.python.module_tables import ModuleTables
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.outside_reads import is_known, without_counted
-from mpxla.graph.python.plain import FUNCTIONS, MISSING, SIMPLE, Read, change, plain
+from mpxla.graph.python.plain import FUNCTIONS, MISSING, SIMPLE, Read, change, plain, refill
 from mpxla.graph.python.recorded import is_recordable, refuse_unrecordable
 from mpxla.graph.python.refusals import refusal, warn_changed, warn_gone
 from mpxla.graph.user_code import at_user_line
@@ -37,7 +37,9 @@ __all__ = [
     "MODULE_TABLES",
     "PLAIN_CONTAINERS",
     "AttributeLog",
+    "is_made",
     "is_simple",
+    "left_again",
     "note_content",
 ]
 
@@ -73,6 +75,7 @@ class AttributeLog:
         containers: lists and dictionaries that were read, which the step may fill.
         forms: of the tensors that it has given attributes.
         recorded: attributes of objects whose tensors are there when the step has run.
+        counters: numbers that count beside caches.
         of_constants: containers to which it has only given tensors that are the same in every call.
         tables: of hooks and parts of modules.
         model: whose modules carry tensors, when it has run.
@@ -90,6 +93,7 @@ class AttributeLog:
     containers: dict[tuple[int, str], Any] = field(default_factory=dict)
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
     recorded: set[tuple[int, str]] = field(default_factory=set)
+    counters: set[str] = field(default_factory=set)
     of_constants: set[int] = field(default_factory=set)
     tables: ModuleTables = field(init=False)
     model: nn.Module = field(init=False)
@@ -295,13 +299,14 @@ class AttributeLog:
             return place in self.first or form.size <= FEW_ELEMENTS
         return form_of(self.before[place]) == form  # `self.hidden = torch.zeros(...)` to begin anew
 
-    def constants(self) -> list[tuple[Read, Form]]:
+    def constants(self, with_unread: bool = False) -> list[tuple[Read, Form]]:
         """Attributes that it has read without tensors, and has given constant ones."""
-        return [(self._written_read(place), form) for place, form in self._constant_places()]
+        found = self._constant_places(with_unread)
+        return [(self._written_read(place), form) for place, form in found]
 
-    def _constant_places(self) -> list[tuple[tuple[int, str], Form]]:
+    def _constant_places(self, with_unread: bool = False) -> list[tuple[tuple[int, str], Form]]:
         written = [place for place, (_, last) in self.written.items() if last is _CONSTANT]
-        places = filter(self._is_read, written)
+        places = written if with_unread else filter(self._is_read, written)
         known = [(place, self.forms.get(place)) for place in places if _is_of_user(place[1])]
         return [
             (place, form)
@@ -405,18 +410,18 @@ class AttributeLog:
         )
 
     def has_constants(self, names: Set[str]) -> bool:
-        """Whether constant tensors were put beside something that was changed."""
+        """Whether constant tensors were put beside something that was changed, and counts not."""
         owners = {
             self.held[place[0]].name for place, (_, v) in self.written.items() if v is _CONSTANT
         }
-        return any(name.rpartition(".")[0] in owners for name in names)
+        return any(name.rpartition(".")[0] in owners for name in names - self.counters)
 
     def left(self) -> list[Callable[[], None]]:
         """Put back what it has left of plain values and callables, hooks and parts of modules."""
         places = [(self.held[owner], key) for owner, key in self.before]
         known = [(own, key, own.get(key)) for own, key in places]
-        values = [(own, key, v) for own, key, v in known if v is not MISSING and _is_whole(v)]
-        return [*self.tables.left(), *(partial(own.put, key, v) for own, key, v in values)]
+        values = [(own, key, v) for own, key, v in known if v is not MISSING and _may_be_left(v)]
+        return [*self.tables.left(), *(left_again(partial(o.put, key), v) for o, key, v in values)]
 
     def left_carried(self) -> list[Callable[[], None]]:
         """Put tensors where the step will give some."""
@@ -427,7 +432,7 @@ class AttributeLog:
         self.tables.restore()
         for (owner_id, key), value in self.before.items():
             owner = self.held[owner_id]
-            if _is_whole(value) and _is_whole(owner.get(key)):
+            if _is_whole(value) and _may_be_left(owner.get(key)):
                 owner.put(key, value)
         self.empty_caches()
         for place in self._started():
@@ -514,6 +519,28 @@ def is_simple(value: Any) -> bool:
 def _is_whole(value: Any) -> bool:
     """Whether an attribute can be given it back; a method, say, that a flag says is wrapped."""
     return is_simple(value) or callable(value)
+
+
+def is_made(value: Any) -> bool:
+    """Whether it is a container without tensors, or an object, which a step may have made."""
+    return has_attributes(value) or (type(value) in PLAIN_CONTAINERS and not has_fakes(value))
+
+
+def _may_be_left(value: Any) -> bool:
+    return _is_whole(value) or is_made(value)
+
+
+def left_again(put: Callable[[Any], None], value: Any) -> Callable[[], None]:
+    """Puts back what a capture has left, as it was then: the next one adds to it."""
+    contents: list[tuple[Any, Any]] = []
+    note_content(value, contents)
+
+    def leave() -> None:
+        for container, content in contents:
+            refill(container, content)
+        put(value)
+
+    return leave
 
 
 def _held_before(value: Any, contents: Mapping[int, Any]) -> Any:

@@ -4,8 +4,9 @@ It is captured with other tensors there, to see whether it then computes somethi
 others. Where nothing is carried, that is an error. See `state.py` for values that are no tensors.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mpxla.graph.user_code import AgainError, OutsideWriteError
 __all__ = [
     "WrittenPlacesError",
     "carry_changed",
+    "changed_again",
     "comes_again",
     "constants_of",
     "refuse_carried",
@@ -50,6 +52,39 @@ def constants_of(outer: Iterable[Read]) -> list[tuple[Read, Form]]:
     return [(read, form) for read, form in changed if form is not None]
 
 
+def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
+    """Plain values that a step changes also where it finds the caches filled that it has filled."""
+    constants = [*first.log.constants(with_unread=True), *constants_of(first.outer)]
+    with _constants_given(constants):
+        try:
+            again = capture()
+        except Exception:  # of these values
+            return set()
+        names = again.changed().keys() & first.changed().keys()
+        restore(again.log, again.outer)
+    return names
+
+
+@contextlib.contextmanager
+def _constants_given(
+    constants: Iterable[tuple[Read, Form]],
+) -> Generator[list[tuple[Read, Any]]]:
+    """Puts other tensors where a step has left constant ones; gives the places with these."""
+    given: list[tuple[Read, Any]] = []
+    for read, form in constants:
+        if read.put is not None:
+            tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
+            given.append((read, pytree.tree_unflatten(tensors, form.spec)))
+    before = [(read, read.now()) for read, _ in given]
+    for read, value in given:
+        read.give(value)
+    try:
+        yield given
+    finally:
+        for read, value in before:
+            read.give(value)
+
+
 def carry_changed(
     first: Attempt, constants: Iterable[tuple[Read, Form]], capture: Callable[[], Attempt]
 ) -> None:
@@ -60,43 +95,34 @@ def carry_changed(
             computes something else.
         CaptureError: so it does, in a place whose tensors are not carried.
     """
-    given: list[tuple[Read, Any]] = []
-    for read, form in constants:
-        if read.put is not None:
-            tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
-            given.append((read, pytree.tree_unflatten(tensors, form.spec)))
-    before = [(read, read.now()) for read, _ in given]
-    for put in first.log.left_carried() if given else ():  # a way that finds some reads others too
-        put()
-    for read, value in given:
-        read.give(value)
     changed, is_other = list[str](), False
-    try:
-        if given:
-            again = capture()
-            if not is_same_step(first.step, again.step):
-                changed = [
-                    read.name
-                    for read, value in given
-                    if read.now() is not value
-                    or again.log.is_written(read.name)
-                    or read.name in again.computed  # which is put back already
-                ]
-                is_other = not _computes_same(first.step, again.step)
-            restore(again.log, again.outer)
-    except CarriedError as error:
-        error.of_found = True
-        raise
-    except LeftTensorError:
-        raise
-    except (WrittenPlacesError, OutsideWriteError):
-        changed = [read.name for read, _ in given]
-    except Exception:  # of these values
-        pass
-    finally:
-        restore(first.log, first.outer)
-        for read, value in before:
-            read.give(value)
+    with _constants_given(constants) as given:
+        for put in first.log.left_carried() if given else ():  # who finds some reads others too
+            put()
+        try:
+            if given:
+                again = capture()
+                if not is_same_step(first.step, again.step):
+                    changed = [
+                        read.name
+                        for read, value in given
+                        if read.now() is not value
+                        or again.log.is_written(read.name)
+                        or read.name in again.computed  # which is put back already
+                    ]
+                    is_other = not _computes_same(first.step, again.step)
+                restore(again.log, again.outer)
+        except CarriedError as error:
+            error.of_found = True
+            raise
+        except LeftTensorError:
+            raise
+        except (WrittenPlacesError, OutsideWriteError):
+            changed = [read.name for read, _ in given]
+        except Exception:  # of these values
+            pass
+        finally:
+            restore(first.log, first.outer)
     if changed:
         raise refusal(" or ".join(changed), "")
     if is_other:

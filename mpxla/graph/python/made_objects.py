@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -56,7 +57,9 @@ def keep_made(
         if before is owner.made[place[1]][0] and value is not before:
             raise AgainError(f"{owner.name}.{place[1]}", partial(_take_away, owner, place[1]))
         return
-    if before is not None or not _is_open(value) or id(vars(value)) in held:
+    if before is not None or (_is_open(value) and id(vars(value)) in held):
+        return
+    if not (_is_open(value) or _is_mixed(value)):
         return
     found: list[tuple[Any, Any, Any]] = []
     waiting, seen, is_kept = [value], set[int](), isinstance(value, nn.Module)
@@ -96,6 +99,15 @@ def _take_away(held: Held, key: str) -> None:
         delattr(held.value, key)
     else:
         setattr(held.value, key, before)
+
+
+def _is_mixed(value: Any) -> bool:
+    """Whether it is a container of tensors and of others, by which microbatches may count."""
+    if type(value) not in (dict, list):
+        return False
+    leaves = pytree.tree_leaves(value)
+    are_tensors = [isinstance(leaf, FakeTensor) for leaf in leaves]
+    return any(are_tensors) and not all(are_tensors)
 
 
 def _is_open(value: Any) -> bool:

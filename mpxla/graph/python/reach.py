@@ -6,6 +6,7 @@ them methods of modules and objects. This module must not know what is looked fo
 
 import dis
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
                 if inner is not None and _is_users(inner):
                     waiting.append(part)
             elif isinstance(part, type):  # which is called, or has class methods
-                kinds.update(dict.fromkeys(part.__mro__))
+                kinds.update(dict.fromkeys((*part.__mro__, *inspect.getmro(type(part)))))
                 waiting.extend(_constructors(part))
             elif not isinstance(part, ModuleType):
                 kinds.update(dict.fromkeys(type(part).__mro__))
@@ -228,6 +229,9 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
         if name in table and name not in roots:
             roots[name] = _of_key(name, table, name)
     yield from roots.values()
+    if "globals" in function.__code__.co_names:  # globals()["count"] += 1
+        texts = set(_texts(function.__code__))
+        yield from (_of_key(n, table, n) for n in texts & table.keys() - roots.keys())
     for name, *attributes in chains:
         place = roots.get(name)
         if place is not None and reads_variables(place.value, attributes):

@@ -31,11 +31,11 @@ import torch
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import FormError
+from mpxla.graph.capture.functional_step import StaleTensorError
 from mpxla.graph.containers import has_fakes
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.python.attributes import (
     MODE,
-    is_simple,
     note_content,
 )
 from mpxla.graph.python.container_state import (
@@ -56,6 +56,7 @@ from mpxla.graph.python.left_numbers import RecordRead, may_go_on
 from mpxla.graph.python.left_tensors import (
     WrittenPlacesError,
     carry_changed,
+    changed_again,
     comes_again,
     constants_of,
     refuse_carried,
@@ -104,7 +105,6 @@ class PythonState:
         self._followed: dict[str, FollowedRead] = {}
         self._of_model: set[str] = set()
         self._may_count = True
-        self._last: Attempt | None = None
         self._asks = self.is_trial = False
         self._written: dict[str, RecordRead] = {}
         self._refusal: CaptureError | None = None
@@ -150,7 +150,6 @@ class PythonState:
                 found = self._found(capture)
                 if found[0].is_question or self.is_trial:  # the whole step comes after it
                     self._restart()
-                self._empty_caches()
                 return found
             except AgainError as error:
                 self._restart()
@@ -179,6 +178,9 @@ class PythonState:
                 else:
                     self.stop_counting()
                 continue
+            if first.beside_caches():
+                again = partial(capture, Counting(self._followed), self._written)
+                first.log.counters |= changed_again(first, again)
             numbers = first.numbers(self._outside)
             more = _all_of(CountRead, numbers)
             more |= _all_of(StateRead, first.states(self._outside))
@@ -201,6 +203,7 @@ class PythonState:
                 except _FlagError as error:
                     more = _all_of(StateRead, error.flags)
             again = partial(capture, Counting(), self._written)
+            self._empty_caches(first)
             is_cache = numbers and first.log.has_tensors and not _goes_on(again)
             restore(first.log, first.outer)
             self._restart()
@@ -230,13 +233,13 @@ class PythonState:
         self._written |= places
         self._refusal = refusal
 
-    def _empty_caches(self) -> None:
-        """Takes tensors of the capture out of what it leaves: every capture fills caches anew."""
-        assert self._last is not None, "it was judged"
-        self._last.log.empty_caches()
-        for read in self._last.outer:
-            if read.put is not None and is_simple(read.value) and has_fakes(read.now()):
-                read.give(read.value)
+    def _empty_caches(self, first: Attempt) -> None:
+        """Takes tensors of a capture out of what it leaves: every capture fills caches anew."""
+        first.log.empty_caches()
+        for place in first.outside:
+            now = place.get()
+            if now is not place.value and place.put is not None and has_fakes(now):
+                place.put(place.value)
         for container, content in self.contents:
             if isinstance(container, dict):
                 for key in [key for key, value in container.items() if has_fakes(value)]:
@@ -285,10 +288,10 @@ class PythonState:
         left = [] if is_question else first.left()
         self._left = [*first.log.left_carried(), first.log.tell_of_gone]
         constants = [*first.log.constants(), *constants_of(first.outer)]
-        self._last = first
         is_cache, once, counts = False, list[Read](), set[str]()
         try:
-            once, counts = self._once(first, changed, capture) if changed else (once, counts)
+            if changed:
+                once, counts = self._once(first, changed, capture)
         except _CacheError:
             is_cache = True
         finally:
@@ -297,6 +300,7 @@ class PythonState:
         if is_cache:
             if not is_question:
                 _warn_of(filled)
+            self._empty_caches(first)
             return first.step, [*reads, *changed.values()]
         refuse_carried(first, capture)
         memos = self._memos(first, capture)
@@ -308,6 +312,7 @@ class PythonState:
         if not once and not is_question:
             first.log.warn(name for name in changed if name in counts)
         self._left += left
+        self._empty_caches(first)
         return first.step, [*reads, *once]
 
     def _recorded(
@@ -408,11 +413,15 @@ class PythonState:
         self, first: Attempt, changed: dict[str, Read], capture: Callable[[], Attempt]
     ) -> tuple[list[Read], set[str]]:
         """Reads of flags by which the step goes another way the next time, and counts."""
+        self._empty_caches(first)
         try:
             second = capture()
-        except FormError:
+        except (FormError, StaleTensorError):
             raise
         except Exception as error:  # it finds no tensors where it has put them
+            if names := changed_again(first, capture) & changed.keys():
+                line = first.log.line(min(names))
+                raise CaptureError(_COMPUTES.format(name=min(names), line=line)) from error
             raise _CacheError from error
         try:
             again = second.changed().keys() & changed.keys()
