@@ -218,6 +218,14 @@ def begun_by_the_class(_, x):
     return x - Layer.sum
 
 
+def counted_in_an_object_with_tensors(layer, x):
+    if not hasattr(layer, "box"):
+        layer.box = Box()
+        layer.box.value = positions()
+    layer.box.calls += 1
+    return x * layer.box.calls + layer.box.value
+
+
 def cached_by_its_counter(layer, x):
     layer.calls = getattr(layer, "calls", 0) + 1
     if layer.calls == 1:
@@ -281,6 +289,7 @@ REFUSED = {
     another_way_by_a_dictionary: "reads CACHE, and gives it a tensor",
     summed_in_a_dictionary: "reads CACHE, and gives it a tensor",
     cached_by_its_counter: ".calls, and changes it at",
+    counted_in_an_object_with_tensors: ".box.calls, and changes it",
     lists_of_a_global: "computes with MASK, and changes it",
     lists_of_the_class: "computes with Layer.seen, and changes it",
     buffer_by_its_table: "makes the buffer made of a Layer by its table",

@@ -17,6 +17,8 @@ from mpxla.graph.capture.carried import CarriedError, Form, form_of
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import CONTAINERS, is_simple
 from mpxla.graph.python.container_state import with_other_tensors
+from mpxla.graph.python.held_objects import has_attributes
+from mpxla.graph.python.made_objects import fakes_in
 from mpxla.graph.python.plain import Read, refill
 from mpxla.graph.python.refusals import LeftTensorError, refusal
 from mpxla.graph.stepgraph import StepGraph
@@ -53,16 +55,27 @@ def constants_of(outer: Iterable[Read]) -> list[tuple[Read, Form]]:
 
 
 def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
-    """Plain values that a step changes also where it finds the caches filled that it has filled."""
+    """Plain values that a step changes also where it finds the caches filled that it has filled.
+
+    And what is in objects that it has made with tensors.
+    """
     constants = [*first.log.constants(with_unread=True), *constants_of(first.outer)]
+    changed = first.changed()
+    made = {name: read.now() for name, read in changed.items() if has_attributes(read.now())}
+    fakes = [found for value in made.values() for found in fakes_in(value)]
     with _constants_given(constants):
+        for table, key, fake in fakes:
+            table[key] = torch.ones(fake.shape, dtype=fake.dtype)
         try:
             again = capture()
         except Exception:  # of these values
             return set()
-        names = again.changed().keys() & first.changed().keys()
+        finally:
+            for table, key, fake in fakes:
+                table[key] = fake
+        names = set(again.changed())
         restore(again.log, again.outer)
-    return names
+    return {n for n in names if n in changed or n.rpartition(".")[0] in made}
 
 
 @contextlib.contextmanager

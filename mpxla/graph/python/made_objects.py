@@ -26,7 +26,7 @@ from mpxla.graph.python.held_objects import Held, contents_of, has_attributes
 from mpxla.graph.python.plain import MISSING
 from mpxla.graph.user_code import AgainError
 
-__all__ = ["keep_made"]
+__all__ = ["fakes_in", "keep_made"]
 
 _MOST_PARTS = 5000
 
@@ -84,6 +84,21 @@ def keep_made(
         for table, key, real in found:
             table[key] = real
         raise AgainError(f"{owner.name}.{place[1]}", partial(_put, owner, place[1], value))
+
+
+def fakes_in(value: Any) -> list[tuple[Any, Any, FakeTensor]]:
+    """Tensors of a capture in an object: what holds them, under which key."""
+    found: list[tuple[Any, Any, FakeTensor]] = []
+    waiting, seen = [value], set[int]()
+    for part in waiting:  # grows
+        table = vars(part) if _is_open(part) else part
+        for key, inner in (contents_of(table) or {}).items():
+            if isinstance(inner, FakeTensor) and not isinstance(table, tuple):
+                found.append((table, key, inner))
+            elif id(inner) not in seen and _is_open(inner) and len(waiting) < _MOST_PARTS:
+                seen.add(id(inner))
+                waiting.append(inner)
+    return found
 
 
 def _put(held: Held, key: str, made: Any) -> None:

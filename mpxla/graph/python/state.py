@@ -31,7 +31,6 @@ import torch
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import FormError
-from mpxla.graph.capture.functional_step import StaleTensorError
 from mpxla.graph.containers import has_fakes
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.python.attributes import (
@@ -416,10 +415,10 @@ class PythonState:
         self._empty_caches(first)
         try:
             second = capture()
-        except (FormError, StaleTensorError):
+        except FormError:
             raise
         except Exception as error:  # it finds no tensors where it has put them
-            if names := changed_again(first, capture) & changed.keys():
+            if names := changed_again(first, capture):
                 line = first.log.line(min(names))
                 raise CaptureError(_COMPUTES.format(name=min(names), line=line)) from error
             raise _CacheError from error
