@@ -62,7 +62,6 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
                 log.note_read(owner, name, MISSING)
             raise
         if current_recorder() is not None:
-            # Export reads through proxies of modules, which share their tables.
             owner = object.__getattribute__(self, "__dict__")
             if name in owner:
                 log.note_read(owner, name, value)
