@@ -159,6 +159,48 @@ def train_each_plainly(models, batches, rate):
     return found
 
 
+def train_cases(model_of, names, batches, optimizer_of):
+    """Trains a model for each name on two stages, by the mean square of what it gives.
+
+    Returns:
+        By name the losses, and the final parameters of this rank.
+    """
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    found = {}
+    for name in names:
+        model = smp.DistributedModel(model_of(name))
+        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        losses = []
+        for x in batches:
+            optimizer.zero_grad()
+            losses.append(step(model, x).reduce_mean().item())
+            optimizer.step()
+        found[name] = losses, {n: p.detach().cpu() for n, p in model.local_named_parameters()}
+    return found
+
+
+def train_case_plainly(model, batches, optimizer_of):
+    """The losses and final parameters of one with plain PyTorch."""
+    optimizer = optimizer_of(model)
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = sum(model(part).square().mean() for part in x.chunk(2)) / 2
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
 def plain_gradients(*seeds):
     """Mean over batches of the plain model's gradients."""
     model = raw_model()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.tests.clients import merged
+from mpxla.tests.clients import merged, train_case_plainly, train_cases
 from mpxla.tests.ranks.run import run_ranks
 
 NUM_STEPS = 3
@@ -126,49 +126,15 @@ def batches():
     return torch.randn(NUM_STEPS, 6, 4, generator=torch.Generator().manual_seed(3))
 
 
-def trained():
-    """Losses and final parameters on this rank, by case."""
-    import mpxla as smp
-
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    found = {}
-    for name in CASES:
-        model = smp.DistributedModel(Net(name))
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        losses = []
-        for x in batches():
-            optimizer.zero_grad()
-            losses.append(step(model, x).reduce_mean().item())
-            optimizer.step()
-        found[name] = losses, {n: p.detach().cpu() for n, p in model.local_named_parameters()}
-    return found
-
-
-def trained_plainly(name):
-    model = Net(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for x in batches():
-        optimizer.zero_grad()
-        loss = sum(model(part).square().mean() for part in x.chunk(2)) / 2
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses, {n: p.detach() for n, p in model.named_parameters()}
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.ranks
 def test_gradients_of_arguments_that_the_function_encloses():
-    first, second = run_ranks(trained, 2, timeout_s=300)
+    first, second = run_ranks(train_cases, 2, Net, [*CASES], batches(), optimizer_of, timeout_s=300)
     for name in CASES:
-        losses, parameters = trained_plainly(name)
+        losses, parameters = train_case_plainly(Net(name), batches(), optimizer_of)
         assert first[name][0] == pytest.approx(losses, rel=1e-4), name
         held = merged([first[name][1], second[name][1]])
         torch.testing.assert_close({name: held}, {name: parameters}, rtol=1e-4, atol=1e-6)

@@ -61,25 +61,21 @@ def keep_made(
         return
     if not (_is_open(value) or _is_mixed(value)):
         return
+    entries = _entries_in(value, held)
+    if entries is None:
+        return
     found: list[tuple[Any, Any, Any]] = []
-    waiting, seen, is_kept = [value], set[int](), isinstance(value, nn.Module)
-    for part in waiting:  # grows
-        if len(waiting) > _MOST_PARTS:
-            return
-        table = vars(part) if _is_open(part) else part
-        for key, inner in (contents_of(table) or {}).items():
-            known = held.get(id(vars(inner))) if _is_open(inner) else None
-            if isinstance(inner, FakeTensor):
-                real = value_of(inner)
-                if real is None or isinstance(table, tuple):
-                    return
-                found.append((table, key, real))
-                is_kept = True
-            elif known is not None and not isinstance(table, tuple):
-                found.append((table, key, known.value))  # export gives modules by proxies
-            elif id(inner) not in seen and (_is_open(inner) or contents_of(inner)):
-                seen.add(id(inner))
-                waiting.append(inner)
+    is_kept = isinstance(value, nn.Module)
+    for table, key, inner in entries:
+        known = _held_of(inner, held)
+        if isinstance(inner, FakeTensor):
+            real = value_of(inner)
+            if real is None or isinstance(table, tuple):
+                return
+            found.append((table, key, real))
+            is_kept = True
+        elif known is not None and not isinstance(table, tuple):
+            found.append((table, key, known.value))  # export gives modules by proxies
     if is_kept:
         for table, key, real in found:
             table[key] = real
@@ -88,17 +84,38 @@ def keep_made(
 
 def fakes_in(value: Any) -> list[tuple[Any, Any, FakeTensor]]:
     """Tensors of a capture in an object: what holds them, under which key."""
-    found: list[tuple[Any, Any, FakeTensor]] = []
+    entries = _entries_in(value, {}) or []
+    return [
+        (table, key, inner)
+        for table, key, inner in entries
+        if isinstance(inner, FakeTensor) and not isinstance(table, tuple)
+    ]
+
+
+def _entries_in(value: Any, held: Mapping[int, Held]) -> list[tuple[Any, Any, Any]] | None:
+    """What is in an object, but not in those that are held: what holds it, and under which key.
+
+    None if that is too much.
+    """
+    found: list[tuple[Any, Any, Any]] = []
     waiting, seen = [value], set[int]()
     for part in waiting:  # grows
+        if len(waiting) > _MOST_PARTS:
+            return None
         table = vars(part) if _is_open(part) else part
         for key, inner in (contents_of(table) or {}).items():
-            if isinstance(inner, FakeTensor) and not isinstance(table, tuple):
-                found.append((table, key, inner))
-            elif id(inner) not in seen and _is_open(inner) and len(waiting) < _MOST_PARTS:
+            found.append((table, key, inner))
+            is_end = _held_of(inner, held) is not None and not isinstance(table, tuple)
+            if is_end or isinstance(inner, FakeTensor) or id(inner) in seen:
+                continue
+            if _is_open(inner) or contents_of(inner):
                 seen.add(id(inner))
                 waiting.append(inner)
     return found
+
+
+def _held_of(value: Any, held: Mapping[int, Held]) -> Held | None:
+    return held.get(id(vars(value))) if _is_open(value) else None
 
 
 def _put(held: Held, key: str, made: Any) -> None:
