@@ -6,11 +6,10 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.tests.clients import logged
+from mpxla.tests.kept_state import MICROBATCHES, train_layer, train_layer_plainly
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-MICROBATCHES, STEPS = 2, 3
 
 
 def counted(layer, x):
@@ -110,60 +109,28 @@ class Layer(nn.Module):
         return self.function(self, x)
 
 
-def model_of(function):
-    torch.manual_seed(0)
-    first, last = nn.Linear(4, 3), nn.Linear(3, 2)
-    return nn.Sequential(first, Layer(function), nn.Tanh(), last).double()
-
-
-def batch_of(number):
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 4, dtype=torch.float64, generator=generator)
-
-
-def loss_of(model, x):
-    return model(x).square().mean()
-
-
 def expected(function, microbatches=MICROBATCHES):
-    model = model_of(function)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(0.0)
-        for part in batch_of(number).chunk(microbatches):
-            loss = loss_of(model, part) / microbatches
-            loss.backward()
-            losses[-1] += loss.item()
-        optimizer.step()
+    def after(model, number):
         if number == 0:
             empty(model[1])
-    return losses
+        return []
 
-
-@smp.step
-def train_step(model, x):
-    loss = loss_of(model, x)
-    model.backward(loss)
-    return loss
+    return train_layer_plainly(Layer(function), after, microbatches)
 
 
 def trained(config, functions):
     smp.init({"microbatches": MICROBATCHES, **config})
     results = []
     for function in functions:
-        raw = model_of(function)
-        model = smp.DistributedModel(raw)
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        losses = []
+        layer = Layer(function)
+
+        def after(_, number, layer=layer):
+            if number == 0:
+                empty(layer)
+            return []
+
         with logged() as lines:
-            for number in range(STEPS):
-                optimizer.zero_grad()
-                losses.append(train_step(model, batch_of(number)).reduce_mean().item())
-                optimizer.step()
-                if number == 0:
-                    empty(raw[1])
+            losses = train_layer(layer, after)
         told = [line for line in lines if "which no state dict has" in line]
         results.append((losses, told))
     return results

@@ -8,11 +8,16 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import CaptureError
+from mpxla.tests.kept_state import (
+    MICROBATCHES,
+    batch_of,
+    loss_of,
+    train_layer,
+    train_layer_plainly,
+)
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-MICROBATCHES, STEPS = 2, 3
 
 
 class Box:
@@ -328,45 +333,14 @@ def forget():
         delattr(Layer, name)
 
 
-def model_of(function):
-    torch.manual_seed(0)
-    first, last = nn.Linear(4, 3), nn.Linear(3, 2)
-    return nn.Sequential(first, Layer(function), nn.Tanh(), last).double()
-
-
-def batch_of(number):
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 4, dtype=torch.float64, generator=generator)
-
-
-def loss_of(model, x):
-    return model(x).square().mean()
-
-
 def expected(function):
-    forget()
-    model = model_of(function)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        parts = batch_of(number).chunk(MICROBATCHES)
-        losses.append(0.0)
-        for part in parts:
-            loss = loss_of(model, part) / MICROBATCHES
-            loss.backward()
-            losses[-1] += loss.item()
-        optimizer.step()
+    def evaluated(model, number):
         with torch.no_grad():
-            losses.append(sum(loss_of(model, part).item() for part in parts) / MICROBATCHES)
-    return losses
+            parts = batch_of(number).chunk(MICROBATCHES)
+            return [sum(loss_of(model, part).item() for part in parts) / MICROBATCHES]
 
-
-@smp.step
-def train_step(model, x):
-    loss = loss_of(model, x)
-    model.backward(loss)
-    return loss
+    forget()
+    return train_layer_plainly(Layer(function), evaluated)
 
 
 @smp.step
@@ -375,17 +349,12 @@ def evaluate(model, x):
 
 
 def trained(function):
-    forget()
-    model = smp.DistributedModel(model_of(function))
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(train_step(model, batch_of(number)).reduce_mean().item())
-        optimizer.step()
+    def evaluated(model, number):
         with torch.no_grad():
-            losses.append(evaluate(model, batch_of(number)).reduce_mean().item())
-    return losses
+            return [evaluate(model, batch_of(number)).reduce_mean().item()]
+
+    forget()
+    return train_layer(Layer(function), evaluated)
 
 
 def losses_of(config, functions):
