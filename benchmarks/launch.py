@@ -18,17 +18,19 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What a launcher tells one rank; one thread each."""
+def environment(rank: int, ranks: int, port: int, is_free: bool = False) -> dict[str, str]:
+    """What a launcher tells one rank; one thread each, but a single free one has the machine's."""
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    threads = {} if is_free and ranks == 1 else {"OMP_NUM_THREADS": "1"}
     return {
-        **os.environ,
+        **kept,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
+        **threads,
     }
 
 

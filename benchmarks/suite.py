@@ -6,8 +6,10 @@ Every case starts all its peers, lets them compile, and then lets one after the 
 steps, again and again: a drift of the machine's speed meets all of them. A ratio is taken within
 such a repetition; its median and range are reported. One core per rank; with more ranks than cores
 the ranks of all peers share the cores alike. Runs of one rank change their core with every
-repetition, because cores of a shared machine differ. Peers with as many ranks do the same work per
-step: two replicas of two stages take twice the microbatches of four replicas.
+repetition, because cores of a shared machine differ. Runs named "free" are bound to no core, as
+`python` and `torchrun` start them: one rank has all cores, several share them. Peers with as many
+ranks do the same work per step: two replicas of two stages take twice the microbatches of four
+replicas.
 """
 
 import argparse
@@ -32,9 +34,11 @@ class Run(NamedTuple):
     ranks: int
     share: int = 1
     """Microbatches of a replica, as a multiple of the benchmark's."""
+    is_free: bool = False
+    """Whether it may use all cores of the machine."""
 
     def __str__(self) -> str:
-        return f"{self.peer} x{self.ranks}"
+        return f"{self.peer} x{self.ranks}{', free' * self.is_free}"
 
 
 PRODUCTS, EAGER, INDUCTOR = Run("products", 1), Run("eager", 1), Run("inductor", 1)
@@ -46,6 +50,9 @@ PEERS = {ranks: Run("torch_pipelining", ranks) for ranks in (2, 4)}
 COMPILED = Run("torch_pipelining_compiled", 2)
 ONE = [PRODUCTS, EAGER, INDUCTOR, DEFAULT[1], TORCH_XLA[1]]
 TWO = [PEERS[2], COMPILED, BY_HAND, DEFAULT[2], TORCH_XLA[2]]
+FREE_ONE = [Run(peer, 1, is_free=True) for peer in ("mpxla_default", "eager", "inductor")]
+FREE_TWO = [Run(peer, 2, is_free=True) for peer in ("mpxla_default", "torch_pipelining")]
+FREE = FREE_ONE + FREE_TWO
 REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4, 2)]
 
 
@@ -62,15 +69,15 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = [
-    Benchmark("gpt", 8, [LAZY, *ONE, *TWO], 1),
+    Benchmark("gpt", 8, [LAZY, *ONE, *TWO, *FREE], 1),
     Benchmark("gpt", 2, TWO, 1),
     Benchmark("half", 32, TWO, 1),
     Benchmark("half", 4, [PEERS[4], DEFAULT[4], *REPLICAS], 1),
     Benchmark("wide", 8, ONE + TWO, 1),
-    Benchmark("tiny", 8, [LAZY, *ONE, *TWO], 10),
-    Benchmark("bert", 8, ONE + TWO, 1),
-    Benchmark("vit", 8, ONE + TWO, 1),
-    Benchmark("unet", 8, ONE + TWO, 2),
+    Benchmark("tiny", 8, [LAZY, *ONE, *TWO, *FREE], 10),
+    Benchmark("bert", 8, ONE + TWO + FREE_ONE, 1),
+    Benchmark("vit", 8, ONE + TWO + FREE_ONE, 1),
+    Benchmark("unet", 8, ONE + TWO + FREE, 2),
 ]
 RATIOS = [
     (PRODUCTS, DEFAULT[1]),
@@ -85,6 +92,9 @@ RATIOS = [
     (TORCH_XLA[2], PEERS[2]),
     (TORCH_XLA[2], COMPILED),
     (DEFAULT[4], PEERS[4]),
+    *((FREE_ONE[0], peer) for peer in FREE_ONE[1:]),
+    tuple(FREE_TWO),
+    (FREE_TWO[0], DEFAULT[2]),
     *zip(REPLICAS[1::2], REPLICAS[::2], strict=True),
 ]
 FIRST_STEPS = [(DEFAULT[2], DEFAULT[1]), (DEFAULT[2], LAZY), (DEFAULT[1], LAZY)]
@@ -105,7 +115,11 @@ class Peer:
         self._processes = [
             subprocess.Popen(
                 command,
-                env={**environment(rank, run.ranks, port), "BENCHMARK_SERVE": "1"},
+                env={
+                    **environment(rank, run.ranks, port, run.is_free),
+                    "BENCHMARK_SERVE": "1",
+                    "BENCHMARK_FREE": str(int(run.is_free)),
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -127,7 +141,7 @@ class Peer:
         """Runs some steps; the median of the slowest rank is one time."""
         if self.error is not None:
             return
-        if self.run.ranks == 1:
+        if self.run.ranks == 1 and not self.run.is_free:
             cores = sorted(os.sched_getaffinity(0))
             for thread in os.listdir(f"/proc/{self._processes[0].pid}/task"):
                 os.sched_setaffinity(int(thread), {cores[repetition % len(cores)]})

@@ -5,6 +5,7 @@ values. It understands torchrun, Open MPI's mpirun and a process started by hand
 torch, and it does not judge configuration keys (`config` does).
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -27,6 +28,8 @@ __all__ = [
     "read_environment",
     "reads_variables",
     "set_variables",
+    "share_cores",
+    "xla_threads",
 ]
 
 XLA_FLAG = "--xla_cpu_use_xnnpack=false"
@@ -218,6 +221,38 @@ def cores_per_process(num_processes: int) -> int:
     if chosen.isdecimal() and int(chosen) > 0:
         return int(chosen)
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def share_cores(num_processes: int, environ: MutableMapping[str, str] | None = None) -> None:
+    """Lets XLA start as many threads on the CPU as this process has cores to itself.
+
+    It would start one per core of the machine in every process, and they would take the cores from
+    one another: a small GPT on two ranks and cores took 1.1 to 1.4 times as long per step. XLA
+    reads `NPROC` when its client is made; one that is set stays.
+
+    Args:
+        num_processes: processes on this machine that share its cores, unless the launcher has bound
+            them to cores.
+        environ: Variables to change; `os.environ` if None.
+    """
+    environ = os.environ if environ is None else environ
+    if num_processes > 1 and not _is_bound():
+        cores = len(os.sched_getaffinity(0))
+        environ.setdefault("NPROC", str(max(1, cores // num_processes)))
+
+
+def _is_bound() -> bool:
+    """Whether this process may use other cores than the one that has started it."""
+    with contextlib.suppress(OSError):
+        return os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid())
+    return False
+
+
+def xla_threads(environ: Mapping[str, str] | None = None) -> int:
+    """Threads of the pool in which XLA's client for the CPU runs programs."""
+    chosen = (os.environ if environ is None else environ).get("NPROC", "")
+    is_chosen = chosen.isdecimal() and int(chosen) > 0
+    return int(chosen) if is_chosen else len(os.sched_getaffinity(0))
 
 
 def prepare_gloo(interface: str | None, environ: MutableMapping[str, str] | None = None) -> None:

@@ -8,7 +8,7 @@ import sys
 
 from mpxla.collection import collection_paused
 from mpxla.device.backend import Backend
-from mpxla.env import LaunchEnv
+from mpxla.env import LaunchEnv, share_cores
 from mpxla.errors import ConfigError
 from mpxla.log import root_logger_kept
 from mpxla.random_states import random_kept
@@ -34,7 +34,9 @@ def open_backend(env: LaunchEnv, key: str = "auto") -> Backend:
     Raises:
         ConfigError: there is no such backend, or the package that it needs is not installed.
     """
-    return _opened(name_of_backend(env, key))
+    name = name_of_backend(env, key)
+    share_cores(env.local_size)
+    return _opened(name)
 
 
 def name_of_backend(env: LaunchEnv, key: str = "auto") -> str:

@@ -2,12 +2,20 @@
 
 import dataclasses
 import json
+import os
 import re
 from typing import Any
 
 import pytest
 
-from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
+from mpxla.env import (
+    LaunchEnv,
+    prepare_gloo,
+    prepare_xla,
+    read_environment,
+    share_cores,
+    xla_threads,
+)
 from mpxla.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -257,6 +265,25 @@ def test_xla_is_prepared_and_the_users_settings_stay():
     environ = dict(theirs)
     prepare_xla(environ)
     assert environ == theirs
+
+
+@pytest.mark.parametrize(
+    ("processes", "mine", "others", "environ", "expected"),
+    [
+        (1, 8, 8, {}, None),
+        (3, 8, 8, {}, "2"),
+        (16, 8, 8, {}, "1"),
+        (3, 8, 8, {"NPROC": "5"}, "5"),
+        (3, 2, 8, {}, None),  # the launcher has bound it to its own
+    ],
+)
+def test_processes_share_the_cores(processes, mine, others, environ, expected, monkeypatch):
+    cores = {0: set(range(mine)), os.getppid(): set(range(others))}
+    monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
+    environ = dict(environ)
+    share_cores(processes, environ)
+    assert environ.get("NPROC") == expected
+    assert xla_threads(environ) == int(expected or mine)
 
 
 def test_rendezvous_file():

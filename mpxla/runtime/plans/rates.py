@@ -19,7 +19,7 @@ import torch
 from mpxla.comm.host import HostTransport
 from mpxla.config import Config
 from mpxla.device.backend import Backend
-from mpxla.env import cores_per_process
+from mpxla.env import xla_threads
 from mpxla.graph.cost import MachineModel
 from mpxla.kept import key_of
 from mpxla.log import get_logger
@@ -84,7 +84,7 @@ def device_rates(session: Session) -> MachineModel:
         return {name: found[name] for name in _MEASURED}
 
     try:
-        processors = str(cores_per_process(session.env.local_size))
+        processors = str(xla_threads())
         return MachineModel(**_recalled(session, make, "rates", processors))
     except Exception as error:  # a user's job goes on with what is documented
         get_logger().warning("the device's rates cannot be measured, constants count: %r", error)

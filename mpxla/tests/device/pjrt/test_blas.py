@@ -1,5 +1,6 @@
 """Products of large matrices by PyTorch's own library: the same numbers, and when it is used."""
 
+import ctypes
 import importlib.util
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mpxla.device.pjrt import blas, executable
+from mpxla.device.pjrt import blas, executable, sgemm
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests.programs import texts_of_programs
@@ -66,6 +67,60 @@ def test_operands_may_be_transposed_and_batched(backend, is_left, is_right, batc
 
     text = check(backend, product, left, right, calls=1)
     assert "stablehlo.transpose" not in text, "the library reads transposed operands as they lie"
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "rows", "columns"), [((), 260, 96), ((), 64, 330), ((2,), 170, 40), ((7,), 64, 48)]
+)
+def test_products_come_in_parts_for_several_threads(
+    backend, is_left, is_right, batch, rows, columns, monkeypatch
+):
+    """More threads than there are: parts are computed by who comes first."""
+    monkeypatch.setattr(blas, "xla_threads", lambda: 5)
+    monkeypatch.setattr(blas, "_SMALLEST", 1)
+    monkeypatch.setattr(sgemm, "_SMALLEST_PART", 2**16)
+    left, right = torch.randn(*batch, rows, 80), torch.randn(*batch, 80, columns)
+    found = sgemm.description(left.shape, right.shape, False, False, False, 5)
+    assert found[8] == {(): 5, (2,): 6, (7,): 7}[batch] and found[9] == 4
+    check(
+        backend,
+        lambda a, b: [(a.mT if is_left else a) @ (b.mT if is_right else b)] * 2,
+        oriented(left, is_left),
+        oriented(right, is_right),
+        calls=1,
+    )
+    if not batch:
+        total = torch.randn(rows, columns)
+        check(backend, lambda t, a, b: [t + a @ b], total, left, right, calls=1)
+
+
+def test_without_a_pool_one_thread_computes_all_parts():
+    """The function is called as XLA does, by an interface that refuses to schedule."""
+    left, right, result = torch.randn(64, 32), torch.randn(32, 48), torch.empty(64, 48)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sgemm, "_SMALLEST_PART", 2**10)
+        numbers = sgemm.description(left.shape, right.shape, False, False, False, 4)
+    assert numbers[8:10].tolist() == [4, 3]
+    destroyed, word = list[int](), ctypes.c_void_p
+    refuse = ctypes.CFUNCTYPE(word, word)(lambda task: 4711)
+    destroy = ctypes.CFUNCTYPE(None, ctypes.POINTER(word))(lambda of: destroyed.append(of[2]))
+
+    def words(length, **at):
+        return (word * length)(*(at.get(f"_{i}") for i in range(length)))
+
+    api = words(30, _8=ctypes.cast(destroy, word), _17=ctypes.cast(refuse, word))
+    buffers = [words(6, _3=a) for a in (left.data_ptr(), right.data_ptr(), numbers.ctypes.data)]
+    arguments = (word * 3)(*map(ctypes.addressof, buffers))
+    out = words(6, _3=result.data_ptr())
+    results = (word * 1)(ctypes.addressof(out))
+    at = {2: api, 9: arguments, 14: results}
+    frame = words(20, **{f"_{i}": ctypes.addressof(value) for i, value in at.items()})
+    call = ctypes.CFUNCTYPE(word, word)(sgemm._ENGINES[0].get_function_address("call"))
+    assert call(ctypes.addressof(frame)) is None
+    assert destroyed == [4711] * 3
+    torch.testing.assert_close(result, left @ right, rtol=1e-5, atol=1e-4)
 
 
 def test_a_linear_layer_and_its_derivative(backend):
@@ -167,7 +222,7 @@ def test_processors_on_which_the_library_is_preferred(
 SCRIPT = """
 import sys, torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from mpxla.device.pjrt import blas, executable
+from mpxla.device.pjrt import blas, executable, sgemm
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
 from mpxla.kept import open_kept
