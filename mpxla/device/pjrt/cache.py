@@ -15,7 +15,7 @@ from jax.experimental import serialize_executable
 from jaxlib import lapack
 
 from mpxla.device.pjrt.arrays import Device
-from mpxla.env import compiler_flags
+from mpxla.env import compiler_flags, xla_threads
 from mpxla.graph.fingerprint import torch_settings
 from mpxla.kept import key_of
 
@@ -27,9 +27,10 @@ def program_key(device: Device, *parts: str) -> str:
 
     What else changes a program is part of it: versions, settings and XLA's flags.
     """
+    # XLA's code for the CPU, and what calls libraries there, is divided among so many threads.
     facts = (
         (jax.__version__, jaxlib.__version__, device.client.platform_version),
-        (device.platform, device.device_kind),
+        (device.platform, device.device_kind, xla_threads() if device.platform == "cpu" else None),
         compiler_flags(),
         sorted((name, repr(value)) for name, value in jax.config.values.items()),
     )

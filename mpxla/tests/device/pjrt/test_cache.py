@@ -43,10 +43,13 @@ def test_a_program_is_found_again(backend, tmp_path):
     assert loaded(backend, "", 3.0) == 0
 
 
-def test_other_flags_of_xla_are_other_programs(backend, tmp_path, monkeypatch):
+def test_other_flags_and_threads_of_xla_are_other_programs(backend, tmp_path, monkeypatch):
     loaded(backend, tmp_path, 3.0)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
-    assert loaded(backend, tmp_path, 3.0) == 0
+    for name, value in {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " ", "NPROC": "61"}.items():
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert loaded(backend, tmp_path, 3.0) == 0
+    assert loaded(backend, tmp_path, 3.0) == 1
 
 
 def test_donated_arguments_are_other_programs(backend, tmp_path):
