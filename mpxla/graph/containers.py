@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
 from mpxla.graph.python.number import Later, holds_objects, is_number, values_in
@@ -29,6 +30,7 @@ __all__ = [
     "open_object",
     "open_results",
     "refuse_hidden_tensors",
+    "with_other_tensors",
 ]
 
 
@@ -175,6 +177,22 @@ pytree.register_pytree_node(
     serialized_type_name="mpxla.graph.containers._Opened",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+
+def with_other_tensors(value: Any, filling: float = 0.5) -> Any:
+    """A container, or a tensor, with others in the place of those of a capture; None of others."""
+    count = 0
+
+    def other(leaf: Any) -> Any:
+        nonlocal count
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        count += 1
+        return torch.full(tuple(map(int, leaf.shape)), filling).to(leaf.dtype)
+
+    with _disable_current_modes():
+        found = pytree.tree_map(other, value)
+    return found if count else None
 
 
 def has_fakes(value: Any) -> bool:

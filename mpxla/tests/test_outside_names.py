@@ -236,6 +236,13 @@ def counted_in_an_object_with_tensors(layer, x):
     return x * layer.box.calls + layer.box.value
 
 
+def counted_beside_a_cache_in_a_dictionary(layer, x):
+    if "table" not in layer.numbers:
+        layer.numbers["table"] = positions()
+    layer.numbers["calls"] += 1
+    return x * layer.numbers["calls"] + layer.numbers["table"]
+
+
 def cached_by_its_counter(layer, x):
     layer.calls = getattr(layer, "calls", 0) + 1
     if layer.calls == 1:
@@ -271,6 +278,26 @@ def lists_of_the_class(_, x):
     return x * len(Layer.seen)
 
 
+def averaged_beside_a_text(layer, x):
+    if not layer.kept:
+        layer.kept = {"kind": "mean", "mean": torch.zeros(3, dtype=torch.float64)}
+    layer.kept["mean"] = 0.9 * layer.kept["mean"] + 0.1 * x.detach().mean(0)
+    return x - layer.kept["mean"]
+
+
+def counted_in_what_it_makes_with_a_cache(layer, x):
+    if not layer.kept:
+        layer.kept = {"calls": 0, "table": positions()}
+    layer.kept["calls"] += 1
+    return x * layer.kept["calls"] + layer.kept["table"]
+
+
+def counted_in_a_pair_with_a_cache(layer, x):
+    table, calls = layer.kept or (positions(), 0)
+    layer.kept = table, calls + 1
+    return x * layer.kept[1] + table
+
+
 def buffer_by_its_table(layer, x):
     layer._buffers["made"] = layer._buffers.get("made", 0) + x.detach().mean(0)
     return x - layer.made
@@ -280,6 +307,7 @@ STATE = (
     *(by_its_table, begun_by_its_table, counted_by_its_table, begun_alike),
     *(counted_beside_a_cache, counted_beside_an_objects_cache, counted_in_what_it_makes),
     *(counted_beside_tensors_in_what_it_makes, counted_in_a_list_of_a_global),
+    counted_beside_a_cache_in_a_dictionary,
     *(counted_in_an_object_of_a_global, counted_by_globals, comes_to_rest),
     *(counted_by_the_class, counted_by_a_function, counted_by_a_new_global, another_way_once),
 )
@@ -302,6 +330,9 @@ REFUSED = {
     counted_in_an_object_with_tensors: ".box.calls, and changes it",
     lists_of_a_global: "computes with MASK, and changes it",
     lists_of_the_class: "computes with Layer.seen, and changes it",
+    averaged_beside_a_text: ".kept, and gives it a tensor",
+    counted_in_what_it_makes_with_a_cache: ".kept, and changes it",
+    counted_in_a_pair_with_a_cache: ".kept, and gives it a tensor",
     buffer_by_its_table: "makes the buffer made of a Layer by its table",
 }
 
@@ -310,6 +341,7 @@ class Layer(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.function = function
+        self.kept, self.numbers = {}, {"calls": 0}
 
     @functools.lru_cache  # noqa: B019
     def remembered(self, count):

@@ -64,6 +64,11 @@ class Form(NamedTuple):
         """The number of elements."""
         return sum(shape.numel() for shape, _ in self.tensors)
 
+    def of_ones(self) -> Any:
+        """Tensors of this form."""
+        leaves = [torch.ones(shape, dtype=dtype) for shape, dtype in self.tensors]
+        return pytree.tree_unflatten(leaves, self.spec)
+
 
 def form_of(value: Any) -> Form | None:
     """The form of a tensor, or of a container of nothing else; None of anything else."""

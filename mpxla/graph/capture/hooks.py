@@ -194,27 +194,42 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
     finally:
         for module, attributes in before:
             now = {k: v for k, v in vars(module).items() if k not in _STATE}
-            changed = [name for name, value in now.items() if _is_new(value, attributes.get(name))]
+            had = {name: content for name, (_, content) in attributes.items()}
+            changed = [name for name, value in now.items() if _is_new(value, had.get(name))]
             for name in changed:
-                if name in attributes:
-                    vars(module)[name] = attributes[name]
-                else:
+                if name not in attributes:
                     del vars(module)[name]
+                elif now[name] is attributes[name][0]:
+                    vars(module)[name] = _without_new(now[name], had[name])
+                else:
+                    vars(module)[name] = had[name]
             if not type(module).__module__.startswith("torch."):
                 gone += ((module, name) for name in changed)
 
 
-def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, Any]:
-    """All of them, with copies of the containers that `forward` may fill in place."""
+def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, tuple[Any, Any]]:
+    """All of them, and copies of the containers that `forward` may fill in place."""
 
     def copied(value: Any) -> Any:
         return copies.setdefault(id(value), copy.copy(value))
 
     return {
-        name: copied(value) if type(value) in (list, dict, deque) else value
+        name: (value, copied(value) if type(value) in (list, dict, deque) else value)
         for name, value in vars(module).items()
         if name not in _STATE
     }
+
+
+def _without_new(container: Any, content: Any) -> Any:
+    """A copy of what a container held, with what has changed in it since, but for tensors."""
+    if isinstance(container, dict) and content.keys() <= container.keys():
+        kept = {k: v for k, v in container.items() if not _is_new(v, content.get(k))}
+        content.update(kept)
+    elif isinstance(container, list) and len(container) == len(content):
+        content[:] = [
+            old if _is_new(new, old) else new for new, old in zip(container, content, strict=True)
+        ]
+    return content
 
 
 def _is_new(value: Any, old: Any) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from mpxla.graph.alike import is_same_step
+from mpxla.graph.containers import with_other_tensors
 from mpxla.graph.python.attributes import AttributeLog, is_made, is_simple, left_again
 from mpxla.graph.python.container_state import (
     changed_entries,
     missing_entries,
     tensor_entries,
-    with_other_tensors,
 )
 from mpxla.graph.python.counted import as_count
 from mpxla.graph.python.left_numbers import RecordRead

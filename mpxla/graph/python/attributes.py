@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.capture.recorder import BackwardRecorder
-from mpxla.graph.containers import has_fakes
+from mpxla.graph.containers import has_fakes, with_other_tensors
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead, has_attributes
 from mpxla.graph.python.module_tables import ModuleTables
 from mpxla.graph.python.number import is_number
@@ -76,6 +76,8 @@ class AttributeLog:
         forms: of the tensors that it has given attributes.
         recorded: attributes of objects whose tensors are there when the step has run.
         counters: numbers that count beside caches.
+        mixed: containers with constant tensors and other things that it has given attributes, with
+            other tensors.
         of_constants: containers to which it has only given tensors that are the same in every call.
         tables: of hooks and parts of modules.
         model: whose modules carry tensors, when it has run.
@@ -94,6 +96,7 @@ class AttributeLog:
     forms: dict[tuple[int, str], Form | None] = field(default_factory=dict)
     recorded: set[tuple[int, str]] = field(default_factory=set)
     counters: set[str] = field(default_factory=set)
+    mixed: dict[tuple[int, str], Any] = field(default_factory=dict)
     of_constants: set[int] = field(default_factory=set)
     tables: ModuleTables = field(init=False)
     model: nn.Module = field(init=False)
@@ -233,6 +236,16 @@ class AttributeLog:
             leaves = [v for v in pytree.tree_leaves(container) if isinstance(v, FakeTensor)]
             if leaves and all(map(is_constant, leaves)):
                 self.of_constants.add(id(container))
+        for place, (line, last) in [*self.written.items()]:
+            value = self.held[place[0]].get(place[1])
+            other = with_other_tensors(value, 1) if last is _CONSTANT else None
+            if other is None or self.forms[place] is not None:
+                continue
+            leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, FakeTensor)]
+            if all(map(is_constant, leaves)):
+                self.mixed[place] = other
+            else:  # it was given constants, and then filled otherwise
+                self.written[place] = line, _COMPUTED
         held = {id(container): content for container, content in self.contents}
         for place, container in self.containers.items():
             before = _held_before(container, held)
@@ -299,10 +312,11 @@ class AttributeLog:
             return place in self.first or form.size <= FEW_ELEMENTS
         return form_of(self.before[place]) == form  # `self.hidden = torch.zeros(...)` to begin anew
 
-    def constants(self, with_unread: bool = False) -> list[tuple[Read, Form]]:
-        """Attributes that it has read without tensors, and has given constant ones."""
-        found = self._constant_places(with_unread)
-        return [(self._written_read(place), form) for place, form in found]
+    def constants(self, with_unread: bool = False) -> list[tuple[Read, Any]]:
+        """Attributes that it has read without tensors, and has given constant ones; with others."""
+        found = [(place, form.of_ones()) for place, form in self._constant_places(with_unread)]
+        found += [pair for pair in self.mixed.items() if with_unread or self._is_read(pair[0])]
+        return [(self._written_read(place), other) for place, other in found]
 
     def _constant_places(self, with_unread: bool = False) -> list[tuple[tuple[int, str], Form]]:
         written = [place for place, (_, last) in self.written.items() if last is _CONSTANT]

@@ -9,8 +9,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.python.attributes import (
     CONTAINERS,
@@ -27,10 +25,7 @@ __all__ = [
     "is_as_left",
     "missing_entries",
     "tensor_entries",
-    "with_other_tensors",
 ]
-
-_FILLING = 0.5
 
 
 def changed_entries(read: Read, names: Collection[str] | None) -> list[Read]:
@@ -104,21 +99,6 @@ def entry(read: Read, key: Any, value: Any) -> Read:
             read.content[key] = new
 
     return Read(f"{read.name}[{key!r}]", value, now, read.names, put)
-
-
-def with_other_tensors(container: Any) -> Any:
-    """A container with other tensors in the place of those of a capture; None if it has none."""
-    count = 0
-
-    def other(leaf: Any) -> Any:
-        nonlocal count
-        if not isinstance(leaf, FakeTensor):
-            return leaf
-        count += 1
-        return torch.full(tuple(map(int, leaf.shape)), _FILLING).to(leaf.dtype)
-
-    found = pytree.tree_map(other, container)
-    return found if count else None
 
 
 def is_as_left(pair: tuple[Any, Any]) -> bool:

@@ -13,14 +13,14 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.graph.alike import is_same_step, outputs_of
-from mpxla.graph.capture.carried import CarriedError, Form, form_of
+from mpxla.graph.capture.carried import CarriedError
+from mpxla.graph.containers import with_other_tensors
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.attributes import CONTAINERS, is_simple
-from mpxla.graph.python.container_state import with_other_tensors
 from mpxla.graph.python.held_objects import has_attributes
 from mpxla.graph.python.made_objects import fakes_in
-from mpxla.graph.python.plain import Read, refill
-from mpxla.graph.python.refusals import LeftTensorError, refusal
+from mpxla.graph.python.plain import Read, change, plain, refill
+from mpxla.graph.python.refusals import LeftTensorError, refusal, refusal_of_number
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import AgainError, OutsideWriteError
 
@@ -48,10 +48,13 @@ def comes_again(one: Attempt, capture: Callable[[], Attempt]) -> bool:
         return False
 
 
-def constants_of(outer: Iterable[Read]) -> list[tuple[Read, Form]]:
-    """Variables without tensors that have got some, of which others are no result of the step."""
-    changed = [(read, form_of(read.now())) for read in outer if is_simple(read.value)]
-    return [(read, form) for read, form in changed if form is not None]
+def constants_of(outer: Iterable[Read]) -> list[tuple[Read, Any]]:
+    """Variables without tensors that have got some, of which others are no result of the step.
+
+    With other tensors like those.
+    """
+    changed = [(r, with_other_tensors(r.now(), 1)) for r in outer if is_simple(r.value)]
+    return [(read, other) for read, other in changed if other is not None]
 
 
 def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
@@ -80,14 +83,11 @@ def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
 
 @contextlib.contextmanager
 def _constants_given(
-    constants: Iterable[tuple[Read, Form]],
+    constants: Iterable[tuple[Read, Any]],
 ) -> Generator[list[tuple[Read, Any]]]:
     """Puts other tensors where a step has left constant ones; gives the places with these."""
-    given: list[tuple[Read, Any]] = []
-    for read, form in constants:
-        if read.put is not None:
-            tensors = [torch.ones(shape, dtype=dtype) for shape, dtype in form.tensors]
-            given.append((read, pytree.tree_unflatten(tensors, form.spec)))
+    # Other objects every time: the step may write to them.
+    given = [(r, pytree.tree_map(copy.copy, value)) for r, value in constants if r.put is not None]
     before = [(read, read.now()) for read, _ in given]
     for read, value in given:
         read.give(value)
@@ -99,21 +99,22 @@ def _constants_given(
 
 
 def carry_changed(
-    first: Attempt, constants: Iterable[tuple[Read, Form]], capture: Callable[[], Attempt]
+    first: Attempt, constants: Iterable[tuple[Read, Any]], capture: Callable[[], Attempt]
 ) -> None:
     """Captures with tensors in places that have got constant ones: are these caches?
 
     Raises:
         CarriedError: the step gives them others then, as to a counter that begins with zeros, or
             computes something else.
-        CaptureError: so it does, in a place whose tensors are not carried.
+        CaptureError: so it does, in a place whose tensors are not carried, or counts beside them.
     """
-    changed, is_other = list[str](), False
+    changed, counted, is_other = list[str](), list[str](), False
     with _constants_given(constants) as given:
         for put in first.log.left_carried() if given else ():  # who finds some reads others too
             put()
         try:
             if given:
+                before = [plain(value) for _, value in given]
                 again = capture()
                 if not is_same_step(first.step, again.step):
                     changed = [
@@ -123,6 +124,8 @@ def carry_changed(
                         or again.log.is_written(read.name)
                         or read.name in again.computed  # which is put back already
                     ]
+                    pairs = zip(given, before, strict=True)
+                    counted = [r.name for (r, v), old in pairs if change("", old, plain(v))]
                     is_other = not _computes_same(first.step, again.step)
                 restore(again.log, again.outer)
         except CarriedError as error:
@@ -138,6 +141,8 @@ def carry_changed(
             restore(first.log, first.outer)
     if changed:
         raise refusal(" or ".join(changed), "")
+    if counted:
+        raise refusal_of_number(" or ".join(counted))
     if is_other:
         first.log.carry_constants()
 

@@ -3,7 +3,7 @@
 from mpxla.errors import CaptureError
 from mpxla.log import warn_once
 
-__all__ = ["LeftTensorError", "refusal", "warn_changed", "warn_gone"]
+__all__ = ["LeftTensorError", "refusal", "refusal_of_number", "warn_changed", "warn_gone"]
 
 
 class LeftTensorError(CaptureError):
@@ -18,6 +18,16 @@ def refusal(name: str, line: str) -> LeftTensorError:
         f"smp.DistributedModel has wrapped, and only there: keep it in one of them, or make it a "
         f"buffer there (register_buffer with its shape, then self.name.copy_(value)), or return it "
         f"and pass it to the next call as an argument."
+    )
+
+
+def refusal_of_number(name: str, line: str = "") -> CaptureError:
+    """The error of a plain value by which the step goes, and which it changes."""
+    return CaptureError(
+        f"The step function computes with {name}, and changes it{line}. It is captured once per "
+        f"program, so that the number would stay. Count in a buffer (register_buffer with a "
+        f"tensor, then self.name += 1), by which it may compute and branch; or change it outside "
+        f"of the step function, or pass it as an argument."
     )
 
 

@@ -66,7 +66,7 @@ from mpxla.graph.python.outside_reads import kept
 from mpxla.graph.python.plain import MISSING, Change, Read, change, plain, refill
 from mpxla.graph.python.reach import Place
 from mpxla.graph.python.recorded import Recorded
-from mpxla.graph.python.refusals import refusal, warn_changed
+from mpxla.graph.python.refusals import refusal, refusal_of_number, warn_changed
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import AgainError, OutsideWriteError, UndecidedError, ValueNeededError
 
@@ -421,7 +421,7 @@ class PythonState:
         except Exception as error:  # it finds no tensors where it has put them
             if names := changed_again(first, capture):
                 line = first.log.line(min(names))
-                raise CaptureError(_COMPUTES.format(name=min(names), line=line)) from error
+                raise refusal_of_number(min(names), line) from error
             raise _CacheError from error
         try:
             again = second.changed().keys() & changed.keys()
@@ -438,7 +438,7 @@ class PythonState:
                 self._follow(first, again)
                 if not comes_again(second, capture):
                     line = second.log.line(min(again))
-                    raise CaptureError(_COMPUTES.format(name=min(again), line=line))
+                    raise refusal_of_number(min(again), line)
         finally:
             restore(second.log, second.outer)
         flags = [read for name, read in changed.items() if name not in again]
@@ -480,7 +480,7 @@ class PythonState:
             # Questions start again, but for these, which they are known with.
             self.contents[:] = [known for known in self.contents if id(known[0]) not in stay]
             return memos
-        raise CaptureError(_COMPUTES.format(name=filled[0].name, line=""))
+        raise refusal_of_number(filled[0].name)
 
     def _follow(self, first: Attempt, names: Collection[str]) -> None:
         """Has flags of some names followed from here on, where they all can be."""
@@ -522,14 +522,6 @@ def _goes_on(capture: Callable[..., Attempt]) -> bool:
         return False
     restore(again.log, again.outer)
     return True
-
-
-_COMPUTES = (
-    "The step function computes with {name}, and changes it{line}. It is captured once per "
-    "program, so that the number would stay. Count in a buffer (register_buffer with a tensor, "
-    "then self.name += 1), by which it may compute and branch; or change it outside of the step "
-    "function, or pass it as an argument."
-)
 
 
 _SUMMED = " Only what the step does not go by may be added up elsewhere: total += loss.detach()."
