@@ -1,5 +1,6 @@
 """State and caches that a forward keeps outside of attributes: they are followed, or an error."""
 
+import contextvars
 import functools
 
 import pytest
@@ -298,6 +299,19 @@ def counted_in_a_pair_with_a_cache(layer, x):
     return x * layer.kept[1] + table
 
 
+TIMES = contextvars.ContextVar("times", default=0)
+
+
+def counted_by_a_context_variable(_, x):
+    TIMES.set(TIMES.get() + 1)
+    return x * TIMES.get()
+
+
+def counted_by_a_set(layer, x):
+    layer.seen.add(len(layer.seen))
+    return x * len(layer.seen)
+
+
 def buffer_by_its_table(layer, x):
     layer._buffers["made"] = layer._buffers.get("made", 0) + x.detach().mean(0)
     return x - layer.made
@@ -333,6 +347,8 @@ REFUSED = {
     averaged_beside_a_text: ".kept, and gives it a tensor",
     counted_in_what_it_makes_with_a_cache: ".kept, and changes it",
     counted_in_a_pair_with_a_cache: ".kept, and gives it a tensor",
+    counted_by_a_context_variable: "computes with TIMES, and changes it",
+    counted_by_a_set: ".seen, and changes it",
     buffer_by_its_table: "makes the buffer made of a Layer by its table",
 }
 
@@ -341,7 +357,7 @@ class Layer(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.function = function
-        self.kept, self.numbers = {}, {"calls": 0}
+        self.kept, self.numbers, self.seen = {}, {"calls": 0}, set()
 
     @functools.lru_cache  # noqa: B019
     def remembered(self, count):

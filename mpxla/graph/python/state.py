@@ -307,7 +307,9 @@ class PythonState:
         if not is_question:
             caches = first.log.of_constants
             others = [r for r in filled if not (id(r.content) in caches and _only_got_tensors(r))]
-            _warn_of([read for read in others if read.name not in memos])
+            others = [read for read in others if read.name not in memos]
+            _refuse_closed(first, others, capture)
+            _warn_of(others)
         reads += [_as_it_is(read) for read in filled if read.name in memos]
         if not once and not is_question:
             first.log.warn(name for name in changed if name in counts)
@@ -487,6 +489,22 @@ class PythonState:
         flags = first.flags(names)
         if self._may_count and len(flags) == len(names):
             raise _FlagError(flags)
+
+
+def _refuse_closed(first: Attempt, reads: Iterable[Read], capture: Callable[[], Attempt]) -> None:
+    """Captures with what a step has left where nothing can be put: sets, context variables.
+
+    Raises:
+        CaptureError: the step then is another one.
+    """
+    closed = [read for read in reads if not isinstance(read.value, (dict, list))]
+    sets = [(read.content, set(read.content)) for read in closed if type(read.content) is set]
+    is_same = not closed or comes_again(first, capture)
+    for held, content in sets:
+        held.clear()
+        held.update(content)
+    if not is_same:
+        raise refusal_of_number(" or ".join(read.name for read in closed))
 
 
 def _all_of(kind: type[FollowedRead], reads: dict[str, Read]) -> dict[str, FollowedRead]:
