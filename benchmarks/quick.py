@@ -21,15 +21,31 @@ from pathlib import Path
 from typing import Any
 
 from launch import HERE
-from suite import COMPILED, DEFAULT, EAGER, INDUCTOR, PEERS, Benchmark, first_step, measure, times
+from suite import (
+    COMPILED,
+    DEFAULT,
+    EAGER,
+    FREE_ONE,
+    FREE_TWO,
+    INDUCTOR,
+    PEERS,
+    Benchmark,
+    first_step,
+    measure,
+    times,
+)
 
 ONE, TWO, PEER = DEFAULT[1], DEFAULT[2], PEERS[2]
-QUICK = Benchmark("tiny", 8, [EAGER, INDUCTOR, ONE, PEER, COMPILED, TWO], 10)
+ALL_CORES, FREE = FREE_ONE[:2], FREE_TWO
+RUNS = [EAGER, INDUCTOR, ONE, PEER, COMPILED, TWO, *ALL_CORES, *FREE]
+QUICK = Benchmark("tiny", 8, RUNS, 10)
 RATIOS = {
     "one rank / eager": (ONE, EAGER),
     "one rank / torch.compile": (ONE, INDUCTOR),
     "two ranks / pipelining": (TWO, PEER),
     "two ranks / pipelining, compiled": (TWO, COMPILED),
+    "one rank with all cores / eager": tuple(ALL_CORES),
+    "two free ranks / pipelining": tuple(FREE),
 }
 NOTABLE = 0.1
 """Share by which a number must differ to be marked."""
@@ -105,7 +121,7 @@ def draw(history: Path, picture: Path) -> None:
 
     plt.rcParams["svg.hashsalt"] = "mpxla"  # the same lines give the same file
     entries = [json.loads(line) for line in history.read_text().splitlines()]
-    figure, panels = plt.subplots(1, len(RATIOS), figsize=(12, 3), sharey=True)
+    figure, panels = plt.subplots(1, len(RATIOS), figsize=(18, 3), sharey=True)
     for panel, name in zip(panels, RATIOS, strict=True):
         for machine in dict.fromkeys(entry["machine"] for entry in entries):
             points = [

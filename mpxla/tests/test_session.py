@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpxla as smp
+from mpxla.env import xla_threads
 from mpxla.errors import MpxlaError
 from mpxla.tests.ranks.run import run_ranks
 
@@ -185,6 +186,15 @@ def communicate():
 
 
 @pytest.mark.ranks
+def count_threads():
+    smp.init({"ddp": True})
+    return xla_threads()
+
+
+def test_ranks_of_one_machine_share_its_cores():
+    assert max(run_ranks(count_threads, 2)) <= max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 def test_objects_travel_within_groups():
     assert run_ranks(communicate, 4) == [
         [[0, 1], "from 3"],
