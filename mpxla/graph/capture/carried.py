@@ -25,7 +25,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.sparse import is_sparse
 from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, is_constant
-from mpxla.graph.python.plain import MISSING
+from mpxla.graph.python.plain import MISSING, refill
 from mpxla.graph.user_code import AgainError
 
 __all__ = [
@@ -113,6 +113,8 @@ class Carried:
         self.is_carrying = self.is_turning = self.is_read = self.is_written = False
         self.is_cache = self.is_changed = False
         self.others: list[tuple[nn.Module, str]] = []
+        # Whether a step has put another container there; the script may hold one that stays.
+        self._is_exchanged, self._shown = False, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Carried":
         copied = memo[id(self)] = Carried(self.module, self.name)
@@ -120,6 +122,7 @@ class Carried:
         copied.others = copy.deepcopy(self.others, memo)
         copied._forms, copied._turns = set(self._forms), dict(self._turns)
         copied.is_cache, copied.is_changed = self.is_cache, self.is_changed
+        copied._is_exchanged = self._is_exchanged
         return copied
 
     @property
@@ -157,7 +160,8 @@ class Carried:
     def start(self) -> None:
         """Puts tensors there that a step is to fill."""
         form = self._wanted(self.form_now)
-        self._give([torch.zeros(shape, dtype=dtype) for shape, dtype in form.tensors], form)
+        leaves = [torch.zeros(shape, dtype=dtype) for shape, dtype in form.tensors]
+        self._fill(pytree.tree_unflatten(leaves, form.spec))
 
     def put(self, index: int, value: torch.Tensor) -> None:
         """Puts another tensor in the place of one, whatever there is."""
@@ -165,7 +169,15 @@ class Carried:
             self.start()
         leaves, spec = pytree.tree_flatten(self.value)
         leaves[index] = value
-        self._set(pytree.tree_unflatten(leaves, spec))
+        self._fill(pytree.tree_unflatten(leaves, spec))
+
+    def _fill(self, value: Any) -> None:
+        """Puts what a step has left there, into the container that is there if that stays."""
+        held = self.value
+        if not self._is_exchanged and type(value) in (list, dict) and type(held) is type(value):
+            refill(held, value)
+        else:
+            self._set(value)
 
     def take_form(self, form: Form, found: Form | None) -> None:
         """Has it given tensors of this form from here on, where it has those that were found.
@@ -178,7 +190,8 @@ class Carried:
         if len(self._forms) > _MANY_FORMS:
             raise self._problem(form)
         if form_of(self.value) == form:  # one tensor may be there twice, or be another's, too
-            self._give([leaf.clone() for leaf in pytree.tree_leaves(self.value)], form)
+            leaves = [leaf.clone() for leaf in pytree.tree_leaves(self.value)]
+            self._fill(pytree.tree_unflatten(leaves, form.spec))
 
     # --- in a capture ---------------------------------------------------------------------------
 
@@ -201,6 +214,7 @@ class Carried:
             self._hide(self._found.spec)
         elif isinstance(self.before, (list, dict)):  # which the step may fill
             self._set(copy.copy(self.before))
+        self._shown = self.value if self._found is None else None
         places, own = self.tensors(), (self._found or wanted).tensors
         buffers = {place.key: like for place, like in zip(places, own, strict=False)}
         if self.is_turning:
@@ -213,6 +227,7 @@ class Carried:
         if self._found is not None:
             own = [buffers(place.key) for place in places[: len(self._found.tensors)]]
             self._give(own, self._found)
+            self._shown = self.value
         count = len(self._wanted(self._found).tensors)
         return [buffers(place.keys[self.is_turning]) for place in places[:count]]
 
@@ -225,6 +240,8 @@ class Carried:
         """
         value = self.value
         form = form_of(value)
+        self._is_exchanged |= isinstance(self._shown, (list, dict)) and value is not self._shown
+        self._shown = None
         if self._found is not None:
             self._hide(self._found.spec)
         if form is None and self.is_read:

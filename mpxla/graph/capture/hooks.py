@@ -30,6 +30,7 @@ from mpxla.graph.capture.checkpoints import run_checkpointed
 from mpxla.graph.capture.collectives import Replicas
 from mpxla.graph.capture.transforms import in_vmap, vmapped
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.python.plain import refill
 from mpxla.graph.user_code import at_user_line
 
 __all__ = [
@@ -199,12 +200,18 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
             for name in changed:
                 if name not in attributes:
                     del vars(module)[name]
-                elif now[name] is attributes[name][0]:
-                    vars(module)[name] = _without_new(now[name], had[name])
-                else:
-                    vars(module)[name] = had[name]
+                    continue
+                container, content = attributes[name]
+                if now[name] is container:  # which others may hold, too
+                    _take_new(container, content)
+                elif type(container) in _CONTAINERS:
+                    refill(container, content)
+                vars(module)[name] = container
             if not type(module).__module__.startswith("torch."):
                 gone += ((module, name) for name in changed)
+
+
+_CONTAINERS = (list, dict, deque)
 
 
 def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, tuple[Any, Any]]:
@@ -214,22 +221,25 @@ def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, tuple[An
         return copies.setdefault(id(value), copy.copy(value))
 
     return {
-        name: (value, copied(value) if type(value) in (list, dict, deque) else value)
+        name: (value, copied(value) if type(value) in _CONTAINERS else value)
         for name, value in vars(module).items()
         if name not in _STATE
     }
 
 
-def _without_new(container: Any, content: Any) -> Any:
-    """A copy of what a container held, with what has changed in it since, but for tensors."""
-    if isinstance(container, dict) and content.keys() <= container.keys():
-        kept = {k: v for k, v in container.items() if not _is_new(v, content.get(k))}
-        content.update(kept)
-    elif isinstance(container, list) and len(container) == len(content):
-        content[:] = [
-            old if _is_new(new, old) else new for new, old in zip(container, content, strict=True)
-        ]
-    return content
+def _take_new(container: Any, content: Any) -> None:
+    """Takes the tensors out of a container that a copy of it has not; the rest stays."""
+    if isinstance(container, dict):
+        for key in [k for k, v in container.items() if _is_new(v, content.get(k))]:
+            if key in content:
+                container[key] = content[key]
+            else:
+                del container[key]
+    elif len(container) == len(content):
+        pairs = zip(container, content, strict=True)
+        refill(container, [old if _is_new(new, old) else new for new, old in pairs])
+    else:
+        refill(container, content)
 
 
 def _is_new(value: Any, old: Any) -> bool:

@@ -262,6 +262,8 @@ class AttributeLog:
             written = _CONSTANT if all(map(is_constant, new)) else _COMPUTED
             if written is _COMPUTED or (new and (is_carried or form_of(before) == form)):
                 self.note_write(self.held[place[0]].table, place[1], before, written, form)
+        # They get back what they held.
+        self.containers = {place: copy.copy(one) for place, one in self.containers.items()}
 
     def start_carried(self, model: nn.Module, gone: Sequence[tuple[nn.Module, str]]) -> None:
         """Puts tensors into attributes that the step will give some.
@@ -287,7 +289,7 @@ class AttributeLog:
         for place in self._started():
             self._carried(place).start()
 
-    def carry_filled(self, container: Any) -> None:
+    def carry_filled(self, name: str) -> None:
         """Has a dictionary of tensors carried, by which the next microbatch would go.
 
         Raises:
@@ -296,7 +298,7 @@ class AttributeLog:
         held = {id(one): content for one, content in self.contents}
         for place, filled in self.containers.items():
             owner, form = self.held[place[0]].value, form_of(filled)
-            if filled is not container or form is None or self._is_carried(place):
+            if self._name(place) != name or form is None or self._is_carried(place):
                 continue
             found = self._of_model([(owner, place[1], form)] if isinstance(filled, dict) else [])
             if found:
@@ -390,8 +392,16 @@ class AttributeLog:
         return [*map(self._read, own), *map(self._written_read, written)]
 
     def filled(self) -> list[tuple[Read, Any]]:
-        """Containers that were read, with what they are now: the capture gives others back."""
-        return [(self._read(place), container) for place, container in self.containers.items()]
+        """Containers that were read, with copies that have the tensors of the capture."""
+        return [(self._read(place), self._filled(place)) for place in self.containers]
+
+    def _filled(self, place: tuple[int, str]) -> Any:
+        left, now = self.containers[place], self.held[place[0]].get(place[1])
+        if isinstance(left, dict) and isinstance(now, dict):
+            return {k: v if has_fakes(v) else now.get(k, v) for k, v in left.items()}
+        if isinstance(left, list) and isinstance(now, list) and len(left) == len(now):
+            return [a if has_fakes(a) else b for a, b in zip(left, now, strict=True)]
+        return left
 
     def is_of_object(self, name: str) -> bool:
         """Whether a container is in an attribute of an object that is no module."""

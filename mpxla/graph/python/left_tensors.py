@@ -152,10 +152,17 @@ def _computes_same(one: StepGraph, other: StepGraph) -> bool:
     return outputs_of(one, with_buffers=False) == outputs_of(other, with_buffers=False)
 
 
+def _left_in(read: Read, again: Attempt) -> Any:
+    """What another capture has left in a container."""
+    left = {one.name: content for one, content in again.log.filled()}
+    return left.get(read.name, read.now())
+
+
 def _holds_same(container: Any, filled: Any) -> bool:
     """Whether tensors are still those with which it was filled."""
-    held, given = (pytree.tree_leaves(one) for one in (container, filled))
-    return [*map(id, held)] == [*map(id, given)]
+    leaves = (pytree.tree_leaves(one) for one in (container, filled))
+    held, given = ([id(v) for v in one if isinstance(v, torch.Tensor)] for one in leaves)
+    return held == given
 
 
 def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
@@ -174,13 +181,13 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         if own is left:
             refill(own, filled)
         else:
-            read.put(filled)
+            read.put(copy.copy(filled))
         try:
             again = capture()
             restore(again.log, again.outer)
             is_same = is_same_step(first.step, again.step) or (
-                id(left) in first.log.of_constants
-                and _holds_same(read.now(), filled)
+                id(own) in first.log.of_constants
+                and _holds_same(_left_in(read, again), filled)
                 and _computes_same(first.step, again.step)
             )
         except CarriedError as error:
@@ -194,5 +201,5 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
             else:
                 read.put(own)
         if not is_same:
-            first.log.carry_filled(left)
+            first.log.carry_filled(read.name)
             raise refusal(read.name, "")

@@ -36,6 +36,7 @@ from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, s
 from mpxla.graph.python.attributes import (
     CONTAINERS,
     MODE,
+    is_simple,
     note_content,
 )
 from mpxla.graph.python.container_state import (
@@ -497,7 +498,7 @@ def _refuse_closed(first: Attempt, reads: Iterable[Read], capture: Callable[[], 
     Raises:
         CaptureError: the step then is another one.
     """
-    closed = [read for read in reads if not isinstance(read.value, (dict, list))]
+    closed = [r for r in reads if not isinstance(r.value, (dict, list)) and not is_simple(r.value)]
     sets = [(read.content, set(read.content)) for read in closed if type(read.content) is set]
     is_same = not closed or comes_again(first, capture)
     for held, content in sets:
