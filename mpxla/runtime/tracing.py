@@ -285,8 +285,9 @@ class Tracing:
                 assert recorder is not None, "the function runs in a capture"
                 log.note_tables(recorder)
                 log.note_contents(recorder.is_constant, [read.now() for read in values])
+                is_known, is_constant = recorder.is_known, recorder.is_constant
                 others, known_too = numbers_left(
-                    log, values, contents, recorder.is_known, self.state.filled_once
+                    log, values, contents, is_known, is_constant, self.state.filled_once
                 )
                 left = [*stand_ins.left, *others]
                 computed.update((read.name, read) for read, _ in left)
@@ -298,7 +299,7 @@ class Tracing:
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(reached),
                 random_numbers_noted(reached, draws),
-                attributes_noted(held, found.names, counted, contents) as log,
+                attributes_noted(held, found.names, counted, contents, model) as log,
             ):
                 try:
                     step = capture(counting, stand_ins, notes)

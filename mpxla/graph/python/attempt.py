@@ -6,10 +6,11 @@ This module must not know how captures are judged.
 import copy
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from mpxla.graph.alike import is_same_step
 from mpxla.graph.containers import with_other_tensors
@@ -21,7 +22,8 @@ from mpxla.graph.python.container_state import (
 )
 from mpxla.graph.python.counted import as_count
 from mpxla.graph.python.left_numbers import RecordRead
-from mpxla.graph.python.plain import Read
+from mpxla.graph.python.number import is_number
+from mpxla.graph.python.plain import MISSING, Read, plain
 from mpxla.graph.python.reach import Place
 from mpxla.graph.stepgraph import StepGraph
 
@@ -44,6 +46,7 @@ class Attempt:
         computed: places to which it has given numbers that the model computes, by name.
         given: those with numbers that follow from inputs alone.
         outside: places of globals, closures and such, with what they held before.
+        left_plainly: copies of plain values and containers of them that it has changed, by name.
     """
 
     step: StepGraph
@@ -53,6 +56,17 @@ class Attempt:
     computed: dict[str, RecordRead]
     given: dict[str, RecordRead]
     outside: list[Place]
+    left_plainly: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        reads = [*self.changed().values(), *self.filled()]
+        found = {read.name: read.now() for read in reads if read.name not in self.computed}
+        left = {
+            name: plain(value)
+            for name, value in found.items()
+            if not any(map(is_number, pytree.tree_leaves(value)))
+        }
+        object.__setattr__(self, "left_plainly", left)
 
     def changed(self) -> dict[str, Read]:
         """Plain values that it has read and changed, by name."""
@@ -167,6 +181,8 @@ def stood_in(
 ) -> Attempt | None:
     """Another capture, with stand-ins in some places; None if that is another step.
 
+    Or leaves other plain values: Python has gone by the stand-ins, which are no tensors.
+
     Args:
         first: the one without.
         capture: makes it.
@@ -174,6 +190,11 @@ def stood_in(
         refill: gives containers back what they held.
     """
     again = capture(places)
+    left = {name: value for name, value in again.left_plainly.items() if name not in places}
+    if any(first.left_plainly.get(name, MISSING) != value for name, value in left.items()):
+        restore(again.log, again.outer)
+        refill()
+        return None
     is_in_place = any(read.is_in_place for read in places.values())  # also in the first one
     if is_same_step(first.step, again.step) and not is_in_place:
         return again

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.capture.recorder import BackwardRecorder
 from mpxla.graph.containers import has_fakes, with_other_tensors
+from mpxla.graph.python.counted import WrittenRead
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead, has_attributes
 from mpxla.graph.python.module_tables import ModuleTables
 from mpxla.graph.python.number import is_number
@@ -65,6 +66,8 @@ class AttributeLog:
         texts: in the code that may read them, as for `plain`.
         counted: names of attributes that are inputs of the step (`counted.py`).
         contents: containers with what they held before the step.
+        carrying: ids of the tables of modules that carry tensors, those of the model; others are
+            objects like any.
         first: values at the first read, by table's id and attribute.
         written: the user's line of the first write, and the value of the last one, of tensors
             whether they are constants.
@@ -79,6 +82,7 @@ class AttributeLog:
         mixed: containers with constant tensors and other things that it has given attributes, with
             other tensors.
         of_constants: containers to which it has only given tensors that are the same in every call.
+        read_buffers: of modules beside the model, places that were read.
         tables: of hooks and parts of modules.
         model: whose modules carry tensors, when it has run.
     """
@@ -87,6 +91,7 @@ class AttributeLog:
     texts: Set[str]
     counted: Set[str]
     contents: list[tuple[Any, Any]]
+    carrying: Set[int]
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
     inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
@@ -98,6 +103,7 @@ class AttributeLog:
     counters: set[str] = field(default_factory=set)
     mixed: dict[tuple[int, str], Any] = field(default_factory=dict)
     of_constants: set[int] = field(default_factory=set)
+    read_buffers: set[tuple[int, str]] = field(default_factory=set)
     tables: ModuleTables = field(init=False)
     model: nn.Module = field(init=False)
     _at_first: dict[int, dict[str, Any]] = field(init=False)
@@ -160,15 +166,22 @@ class AttributeLog:
         if tensors:  # which must not be held beyond the step
             old = pytree.tree_leaves(None if before is MISSING else before)
             is_alias = _are_parameters(tensors, old, recorder)
-            if MODULE_TABLES[0] in owner:
-                is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
-            else:  # an object, which carries nothing
-                is_same = all(map(recorder.is_known, tensors))
+            is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
             is_same = is_same or is_alias or is_cache(owner, key)
+            at_first = self.before.get((id(owner), key), before)
+            if id(owner) not in self.carrying and form_of(at_first) == form_of(value):
+                is_same = is_alias  # no cache, which has no tensors between calls: `count + 1`
             written = _CONSTANT if is_same else _COMPUTED
-            is_attribute = not any(key in owner.get(table, ()) for table in MODULE_TABLES)
+            is_buffer = key in self.buffers_beside(owner)
+            if (id(owner), key) in self.read_buffers and (id(owner), key) not in self.written:
+                self.first.setdefault((id(owner), key), before)
+            is_attribute = is_buffer or not any(key in owner.get(t, ()) for t in MODULE_TABLES)
             form = form_of(value) if is_attribute and not is_alias else None
         self.note_write(owner, key, before, written, form)
+
+    def buffers_beside(self, owner: dict[str, Any]) -> dict[str, Any]:
+        """Those of a module beside the model, which are attributes like any."""
+        return {} if id(owner) in self.carrying else owner.get("_buffers", {})
 
     def note_tables(self, recorder: BackwardRecorder) -> None:
         """Notes what the step, which has run, has put into attributes by their `__dict__`."""
@@ -252,10 +265,10 @@ class AttributeLog:
             known, like = pytree.tree_flatten(before)
             leaves, spec = pytree.tree_flatten(container)
             form = form_of(container)
-            is_module = isinstance(self.held[place[0]].value, nn.Module)  # others carry nothing
             is_carried = self._is_carried(place)  # it may get its tensors under new keys
             is_like = spec == like or is_carried
-            if form is None or not is_like or place in self.written or not is_module:
+            is_carrying = place[0] in self.carrying  # others carry nothing
+            if form is None or not is_like or place in self.written or not is_carrying:
                 continue
             old = set(map(id, known))
             new = [leaf for leaf in leaves if id(leaf) not in old]
@@ -351,8 +364,8 @@ class AttributeLog:
         found: list[tuple[Read, Any]] = []
         for place, (_, last) in self.written.items():
             before = self.before[place]
-            is_object = not isinstance(self.held[place[0]].value, nn.Module)  # modules carry them
-            if last is _COMPUTED and is_object and (is_simple(before) or form_of(before)):
+            is_left = place[0] not in self.carrying  # others carry them
+            if last is _COMPUTED and is_left and (is_simple(before) or form_of(before)):
                 value = self.held[place[0]].get(place[1])
                 if is_recordable(value, with_tensors=True):
                     found.append((self._written_read(place), value))
@@ -384,6 +397,18 @@ class AttributeLog:
                 found[self._name(place)] = self._written_read(place)
         return found
 
+    def constants_written(self) -> list[WrittenRead]:
+        """Those that it has given plain values without reading them, whatever was there."""
+        found: list[WrittenRead] = []
+        for place, (_, last) in self.written.items():
+            before, is_user = self.before[place], _is_of_user(place[1]) and place[1] != MODE
+            is_open = is_simple(before) or place[0] not in self.carrying
+            is_plain = is_simple(last) and not is_number(last)
+            if is_user and is_open and is_plain and not self._is_read(place):
+                read = self._written_read(place)
+                found.append(WrittenRead(read.name, before, read.now, put=read.put, left=last))
+        return found
+
     def places(self) -> list[Read]:
         """All attributes of the user that it has read or written, and that can be put back."""
         read = {*self.first, *self.inherited} - self.before.keys()
@@ -404,9 +429,16 @@ class AttributeLog:
         return left
 
     def is_of_object(self, name: str) -> bool:
-        """Whether a container is in an attribute of an object that is no module."""
-        owners = [self.held[place[0]] for place in self.containers if self._name(place) == name]
-        return not any(isinstance(owner.value, nn.Module) for owner in owners)
+        """Whether a container is in an attribute of an object that carries nothing."""
+        owners = {place[0] for place in self.containers if self._name(place) == name}
+        return owners.isdisjoint(self.carrying)
+
+    def read_of_modules(self, names: Set[str]) -> list[str]:
+        """Attributes of some names with tensors that modules beside the model have, if read."""
+        places = [p for p in self.written if self._is_read(p) and p[0] not in self.carrying]
+        of_tensors = [p for p in places if form_of(self.before[p]) is not None]
+        own = [p for p in of_tensors if isinstance(self.held[p[0]].value, nn.Module)]
+        return sorted(names & set(map(self._name, own)))
 
     def line(self, name: str) -> str:
         """Where something was changed first, if that is known."""
@@ -466,7 +498,8 @@ class AttributeLog:
         """Takes tensors of the capture out of attributes that had none."""
         for (owner_id, key), value in self.before.items():
             owner = self.held[owner_id]
-            if _is_whole(value) and has_fakes(owner.get(key)):
+            is_left = _is_whole(value) or owner_id not in self.carrying
+            if is_left and has_fakes(owner.get(key)):
                 owner.put(key, value)
 
     def _started(self) -> list[tuple[int, str]]:

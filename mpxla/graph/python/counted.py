@@ -20,7 +20,8 @@ from mpxla.graph.python.decisions import Written
 from mpxla.graph.python.number import NumberRead
 from mpxla.graph.python.plain import Change, Read
 
-__all__ = ["Count", "CountRead", "Counting", "FollowedRead", "LeftRead", "StateRead"]
+__all__ = ["Count", "CountRead", "Counting", "FollowedRead", "LeftRead"]
+__all__ += ["StateRead", "WrittenRead"]
 __all__ += ["as_count"]
 
 _DTYPES = {int: torch.int64, float: torch.float64}
@@ -78,6 +79,26 @@ class CountRead(FollowedRead):
 
 class LeftRead(FollowedRead):
     """A place that is only written."""
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenRead(Read):
+    """A place that every call gives the same plain value, and that no step reads.
+
+    Attributes:
+        left: the value.
+    """
+
+    left: Any = None
+
+    def change(self) -> None:
+        """Never one."""
+
+    def leave(self) -> None:
+        """Gives the place its value, in the place of what a script has put there meanwhile."""
+        now = self.now()
+        if type(now) is not type(self.left) or now != self.left:
+            self.give(self.left)
 
 
 class StateRead(FollowedRead):

@@ -57,14 +57,13 @@ class Held:
         return object.__getattribute__(self.value, "__dict__")
 
     def get(self, key: str) -> Any:
-        """An attribute of its own; MISSING if there is none."""
-        return self.table.get(key, MISSING)
+        """An attribute or buffer of its own; MISSING if there is none."""
+        return self._table_with(key).get(key, MISSING)
 
     def reader(self, key: str) -> Callable[[], Any]:
         """Gives an attribute in every call of a step, of thousands of them."""
         if isinstance(self.value, nn.Module):  # it stays: `model_watch.py` sees to that
-            buffers = self.table["_buffers"]  # with those that are constants while it is captured
-            return partial((buffers if key in buffers else self.table).get, key, MISSING)
+            return partial(self._table_with(key).get, key, MISSING)
         return partial(self.get, key)
 
     def put(self, key: str, value: Any) -> None:
@@ -72,7 +71,12 @@ class Held:
         if value is MISSING:
             self.table.pop(key, None)
         else:
-            self.table[key] = value
+            self._table_with(key)[key] = value
+
+    def _table_with(self, key: str) -> dict[str, Any]:
+        """Where an attribute is; among buffers are also those that are some during a capture."""
+        buffers = self.table["_buffers"] if isinstance(self.value, nn.Module) else {}
+        return buffers if key in buffers else self.table
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,6 +122,7 @@ def numbers_left(
     outer: Sequence[Read],
     contents: Sequence[tuple[Any, Any]],
     is_known: Callable[[torch.Tensor], bool],
+    is_constant: Callable[[torch.Tensor], bool],
     filled_once: Collection[str] = (),
 ) -> tuple[list[LeftNumber], dict[str, RecordRead]]:
     """What a step function has left, when it has run; places then are what they were.
@@ -133,6 +134,7 @@ def numbers_left(
         outer: what it names of globals and closures.
         contents: containers, with copies of what they held.
         is_known: says whether a value follows from inputs alone.
+        is_constant: says whether it is the same in every call.
         filled_once: names of lists by which the step goes, to which it appends.
     """
     held = {id(container): before for container, before in contents}
@@ -155,7 +157,8 @@ def numbers_left(
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if one.read.is_more and one.read.name in filled_once and not numbers:
             continue
-        if any(map(is_known, tensors)):  # as of caches
+        is_filled = not isinstance(one.read.value, torch.Tensor)
+        if is_filled and any(map(is_constant, tensors)):  # as of caches
             continue
         if one.read.name in log.counted or counts[one.read.name] > 1:  # which cannot be told apart
             continue

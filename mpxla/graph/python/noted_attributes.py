@@ -23,7 +23,11 @@ _OF_MODULES = frozenset(dir(nn.Module))
 
 @contextlib.contextmanager
 def attributes_noted(
-    held: dict[int, Held], texts: Set[str], counted: Set[str], contents: list[tuple[Any, Any]]
+    held: dict[int, Held],
+    texts: Set[str],
+    counted: Set[str],
+    contents: list[tuple[Any, Any]],
+    model: nn.Module,
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
@@ -32,8 +36,10 @@ def attributes_noted(
         texts: in the code of the step function.
         counted: names of attributes that do not count, since they are inputs.
         contents: gets containers that are read, with what they hold.
+        model: whose modules carry tensors.
     """
-    log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents)
+    carrying = {id(vars(module)) for module in model.modules()}
+    log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents, carrying)
     kinds = {type(h.value) for h in held.values() if not isinstance(h.value, nn.Module)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(parameters_noted(_is_own, log))
@@ -58,8 +64,11 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
         except AttributeError:  # which modules have for their parameters, buffers and parts, too
             owner = object.__getattribute__(self, "__dict__")
             is_there = any(name in owner.get(table, ()) for table in MODULE_TABLES)
-            if current_recorder() is not None and not is_there:
-                log.note_read(owner, name, MISSING)
+            if current_recorder() is not None:
+                if not is_there:
+                    log.note_read(owner, name, MISSING)
+                elif name in log.buffers_beside(owner):
+                    log.read_buffers.add((id(owner), name))
             raise
         if current_recorder() is not None:
             owner = object.__getattribute__(self, "__dict__")
@@ -79,7 +88,8 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             before = next((t[name] for t in tables if t.get(name) is not None), None)
             keep_made(value, before, log.held, (id(owner), name), recorder.value_of)
             if not isinstance(value, nn.Module):
-                log.note_assigned(owner, name, owner.get(name, MISSING), value, recorder)
+                old = owner.get(name, log.buffers_beside(owner).get(name, MISSING))
+                log.note_assigned(owner, name, old, value, recorder)
         set_attribute(self, name, value)
 
     return exchanged(kind, __getattribute__=get, __setattr__=set_noted)

@@ -349,11 +349,18 @@ def holds_objects(value: Any) -> bool:
 
 
 def made_later(func: Any, args: tuple[Any, ...]) -> Later | None:
-    """What arithmetic of torch gives of a tensor and what a place held before the step."""
-    if getattr(func, "__name__", "").strip("_") not in _EXACT or len(args) != 2:
+    """What arithmetic of torch gives of a tensor and what a place held before the step.
+
+    Or which of both is larger; `torch.max` of one tensor and a dimension is another function.
+    """
+    name = getattr(func, "__name__", "").strip("_")
+    is_of_two = len(args) == 2 and (name in _EXACT or name in _EXTREME)
+    later = [isinstance(v, Later) or (is_number(v) and v.is_before) for v in args]
+    if not is_of_two or not any(later):
         return None
-    is_later = any(isinstance(v, Later) or (is_number(v) and v.is_before) for v in args)
-    return Later(func, *args) if is_later else None
+    is_tensor = [isinstance(v, torch.Tensor) for v in args]
+    is_taken = name in _EXACT or all(map(operator.or_, later, is_tensor))
+    return Later(func, *args) if is_taken else None
 
 
 def has_number(tree: Any) -> bool:
@@ -407,6 +414,9 @@ def _exact_dtype(dtype: torch.dtype, tensors: list[torch.Tensor]) -> torch.dtype
 _EXACT = frozenset(
     prefix + name for name in ("add", "sub", "mul", "truediv", "div") for prefix in ("", "r", "i")
 )
+
+
+_EXTREME = ("max", "maximum", "fmax", "min", "minimum", "fmin")
 
 
 _FACTORS = {

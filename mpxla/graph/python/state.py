@@ -270,6 +270,12 @@ class PythonState:
         self._left = []
         way = None
         if self._asks:
+            # Metrics compare sums, and stand-ins, which are no tensors, would be equal.
+            computed = first.computed.values()
+            sums = {read.name for read in computed if not (read.is_more or read.is_in_place)}
+            if sums := first.log.read_of_modules(sums):
+                restore(first.log, first.outer)
+                raise refusal(" or ".join(sums), first.log.line(sums[0]))
             way = numbers_of_way(first, capture, self._names, self._refill)
         if way is None:
             first, records = self._recorded(first, capture)
@@ -286,6 +292,9 @@ class PythonState:
         known, filled = kept([*outer, *own])
         reads = [*reads, *known, *self._followed.values(), *records.values()]
         is_question = first.step.is_question  # which leaves nothing
+        if not is_question:
+            told = {*names, *self._followed}
+            reads += [r for r in first.log.constants_written() if r.name not in told]
         left = [] if is_question else first.left()
         self._left = [*first.log.left_carried(), first.log.tell_of_gone]
         constants = [*first.log.constants(), *constants_of(first.outer)]

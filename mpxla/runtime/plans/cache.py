@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpxla.graph.python.counted import CountRead, FollowedRead, as_count
+from mpxla.graph.python.counted import CountRead, FollowedRead, WrittenRead, as_count
 from mpxla.graph.python.held_objects import ObjectRead
 from mpxla.graph.python.left_numbers import RecordRead
 from mpxla.graph.python.numbers_of_ways import DecidingRead, LeftNamesRead
@@ -94,6 +94,11 @@ class Plan:
     def records(self) -> list[RecordRead]:
         """Places that get numbers of the model."""
         return [read for read in self.view.reads if isinstance(read, RecordRead)]
+
+    @cached_property
+    def written(self) -> list[WrittenRead]:
+        """Places that get the same value in every call."""
+        return [read for read in self.view.reads if isinstance(read, WrittenRead)]
 
     @cached_property
     def asks_of(self) -> set[str]:
