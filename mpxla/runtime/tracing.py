@@ -21,7 +21,6 @@ from mpxla.graph.capture.step import capture_step
 from mpxla.graph.capture.tensor_places import fix_mask, is_constant
 from mpxla.graph.python.answers import Guess
 from mpxla.graph.python.attempt import Attempt, restore
-from mpxla.graph.python.attributes import note_content
 from mpxla.graph.python.container_state import tensor_entries
 from mpxla.graph.python.counted import Counting
 from mpxla.graph.python.draws import Drawer, Draws
@@ -31,6 +30,7 @@ from mpxla.graph.python.left_numbers import RecordRead, StandIns, numbers_left
 from mpxla.graph.python.memos import fill_memos, stale_memos
 from mpxla.graph.python.new_names import NewNames
 from mpxla.graph.python.noted_attributes import attributes_noted
+from mpxla.graph.python.noted_contents import note_content
 from mpxla.graph.python.outside_reads import outside_values, without_counted
 from mpxla.graph.python.plain import MISSING, Read
 from mpxla.graph.python.reach import Place, outside, places_in

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.graph.alike import is_same_step
 from mpxla.graph.containers import with_other_tensors
-from mpxla.graph.python.attributes import AttributeLog, is_made, is_simple, left_again
+from mpxla.graph.python.attributes import AttributeLog, is_made
 from mpxla.graph.python.container_state import (
     changed_entries,
     missing_entries,
@@ -22,6 +22,7 @@ from mpxla.graph.python.container_state import (
 )
 from mpxla.graph.python.counted import as_count
 from mpxla.graph.python.left_numbers import RecordRead
+from mpxla.graph.python.noted_contents import is_simple, left_again
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.plain import MISSING, Read, plain
 from mpxla.graph.python.reach import Place

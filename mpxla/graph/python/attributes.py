@@ -7,8 +7,7 @@ so. This module must not know what is done with what was read.
 """
 
 import copy
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,24 +23,27 @@ from mpxla.graph.containers import has_fakes, with_other_tensors
 from mpxla.graph.python.counted import WrittenRead
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead, has_attributes
 from mpxla.graph.python.module_tables import ModuleTables
+from mpxla.graph.python.noted_contents import (
+    CONTAINERS,
+    PLAIN_CONTAINERS,
+    held_before,
+    is_simple,
+    left_again,
+    note_content,
+)
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.outside_reads import is_known, without_counted
-from mpxla.graph.python.plain import FUNCTIONS, MISSING, SIMPLE, Read, change, plain, refill
+from mpxla.graph.python.plain import FUNCTIONS, MISSING, Read, change, plain
 from mpxla.graph.python.recorded import is_recordable, refuse_unrecordable
 from mpxla.graph.python.refusals import refusal, warn_changed, warn_gone
 from mpxla.graph.user_code import at_user_line
 
 __all__ = [
-    "CONTAINERS",
     "FEW_ELEMENTS",
     "MODE",
     "MODULE_TABLES",
-    "PLAIN_CONTAINERS",
     "AttributeLog",
     "is_made",
-    "is_simple",
-    "left_again",
-    "note_content",
 ]
 
 MODE = "training"
@@ -50,11 +52,6 @@ _CONSTANT, _COMPUTED = object(), object()
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 FEW_ELEMENTS = 2**16
 """So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
-CONTAINERS = (list, dict, deque)
-PLAIN_CONTAINERS = (*CONTAINERS, OrderedDict, defaultdict, Counter)
-"""Those that only hold what was put there."""
-_MOST_OBJECTS = 2000
-"""In a container that is looked into."""
 
 
 @dataclass
@@ -261,7 +258,7 @@ class AttributeLog:
                 self.written[place] = line, _COMPUTED
         held = {id(container): content for container, content in self.contents}
         for place, container in self.containers.items():
-            before = _held_before(container, held)
+            before = held_before(container, held)
             known, like = pytree.tree_flatten(before)
             leaves, spec = pytree.tree_flatten(container)
             form = form_of(container)
@@ -315,7 +312,7 @@ class AttributeLog:
                 continue
             found = self._of_model([(owner, place[1], form)] if isinstance(filled, dict) else [])
             if found:
-                raise CarriedError(found, form_of(_held_before(filled, held)), of_found=True)
+                raise CarriedError(found, form_of(held_before(filled, held)), of_found=True)
 
     def _of_model(self, found: list[tuple[Any, str, Form]]) -> list[tuple[Any, str, Form]]:
         """Those attributes that are of modules of the model: others carry nothing."""
@@ -568,11 +565,6 @@ def _is_of_user(key: str) -> bool:
     return key == MODE or key not in OF_TORCH
 
 
-def is_simple(value: Any) -> bool:
-    """Whether it can be given back: no container, which may have changed in place."""
-    return value is MISSING or isinstance(value, SIMPLE)
-
-
 def _is_whole(value: Any) -> bool:
     """Whether an attribute can be given it back; a method, say, that a flag says is wrapped."""
     return is_simple(value) or callable(value)
@@ -585,47 +577,3 @@ def is_made(value: Any) -> bool:
 
 def _may_be_left(value: Any) -> bool:
     return _is_whole(value) or is_made(value)
-
-
-def left_again(put: Callable[[Any], None], value: Any) -> Callable[[], None]:
-    """Puts back what a capture has left, as it was then: the next one adds to it."""
-    contents: list[tuple[Any, Any]] = []
-    note_content(value, contents)
-
-    def leave() -> None:
-        for container, content in contents:
-            refill(container, content)
-        put(value)
-
-    return leave
-
-
-def _held_before(value: Any, contents: Mapping[int, Any]) -> Any:
-    """What a container held, and those in it, by the ids of these."""
-    content = contents.get(id(value))
-    if isinstance(content, dict):
-        return {key: _held_before(part, contents) for key, part in content.items()}
-    if content is None:
-        return value
-    parts = [_held_before(part, contents) for part in content]
-    return parts if isinstance(content, list) else deque(parts, content.maxlen)
-
-
-_OF_NAMESPACES = {"__name__", "__loader__", "__spec__"}
-
-
-def note_content(container: Any, contents: list[tuple[Any, Any]]) -> None:
-    """Adds a container with what it holds, and the containers in it.
-
-    Not the names of a module (`losses.__dict__[kind]`): they are emptied for no moment, not even
-    Python's own, which are among those of every module; and what is imported meanwhile stays.
-    """
-    seen, waiting = {id(known) for known, _ in contents}, [container]
-    for value in waiting:  # grows
-        if type(value) not in PLAIN_CONTAINERS or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if not isinstance(value, dict) or not value.keys() >= _OF_NAMESPACES:
-            contents.append((value, copy.copy(value)))
-        if len(value) <= _MOST_OBJECTS:
-            waiting += value.values() if isinstance(value, dict) else value

@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from mpxla.graph.python.attributes import (
-    CONTAINERS,
-    PLAIN_CONTAINERS,
-    is_simple,
-)
+from mpxla.graph.python.noted_contents import CONTAINERS, PLAIN_CONTAINERS, is_simple
 from mpxla.graph.python.outside_reads import without_counted
 from mpxla.graph.python.plain import MISSING, Read, change, plain
 

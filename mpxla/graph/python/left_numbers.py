@@ -20,8 +20,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.graph.containers import open_results
-from mpxla.graph.python.attributes import CONTAINERS, FEW_ELEMENTS, AttributeLog, is_simple
+from mpxla.graph.python.attributes import FEW_ELEMENTS, AttributeLog
 from mpxla.graph.python.container_state import entry
+from mpxla.graph.python.noted_contents import CONTAINERS, is_simple
 from mpxla.graph.python.number import Number, is_number, text_without_value
 from mpxla.graph.python.plain import MISSING, SIMPLE, Change, Read, refill
 from mpxla.graph.python.recorded import (

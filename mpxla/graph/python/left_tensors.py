@@ -16,9 +16,9 @@ from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import CarriedError
 from mpxla.graph.containers import with_other_tensors
 from mpxla.graph.python.attempt import Attempt, restore
-from mpxla.graph.python.attributes import CONTAINERS, is_simple
 from mpxla.graph.python.held_objects import has_attributes
 from mpxla.graph.python.made_objects import fakes_in
+from mpxla.graph.python.noted_contents import CONTAINERS, is_simple
 from mpxla.graph.python.plain import Read, change, plain, refill
 from mpxla.graph.python.refusals import LeftTensorError, refusal, refusal_of_number
 from mpxla.graph.stepgraph import StepGraph

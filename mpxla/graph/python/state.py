@@ -33,12 +33,7 @@ from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import FormError
 from mpxla.graph.containers import has_fakes
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
-from mpxla.graph.python.attributes import (
-    CONTAINERS,
-    MODE,
-    is_simple,
-    note_content,
-)
+from mpxla.graph.python.attributes import MODE
 from mpxla.graph.python.container_state import (
     has_no_others,
     is_as_left,
@@ -62,6 +57,7 @@ from mpxla.graph.python.left_tensors import (
     constants_of,
     refuse_carried,
 )
+from mpxla.graph.python.noted_contents import CONTAINERS, is_simple, note_content
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
 from mpxla.graph.python.outside_reads import kept
 from mpxla.graph.python.plain import MISSING, Change, Read, change, plain, refill
