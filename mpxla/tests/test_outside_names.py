@@ -244,6 +244,13 @@ def counted_beside_a_cache_in_a_dictionary(layer, x):
     return x * layer.numbers["calls"] + layer.numbers["table"]
 
 
+def another_way_by_its_dictionary(layer, x):
+    if "table" in layer.kept:
+        return x * layer.kept["table"]
+    layer.kept["table"] = positions()
+    return x
+
+
 def cached_by_its_counter(layer, x):
     layer.calls = getattr(layer, "calls", 0) + 1
     if layer.calls == 1:
@@ -321,7 +328,7 @@ STATE = (
     *(by_its_table, begun_by_its_table, counted_by_its_table, begun_alike),
     *(counted_beside_a_cache, counted_beside_an_objects_cache, counted_in_what_it_makes),
     *(counted_beside_tensors_in_what_it_makes, counted_in_a_list_of_a_global),
-    counted_beside_a_cache_in_a_dictionary,
+    *(counted_beside_a_cache_in_a_dictionary, another_way_by_its_dictionary),
     *(counted_in_an_object_of_a_global, counted_by_globals, comes_to_rest),
     *(counted_by_the_class, counted_by_a_function, counted_by_a_new_global, another_way_once),
 )
@@ -332,7 +339,7 @@ CACHES = (
 )
 FEW = (
     *(begun_by_its_table, counted_by_the_class, counted_beside_a_cache, counted_in_what_it_makes),
-    *(cached_inside, cached_by_functools),
+    *(cached_inside, cached_by_functools, another_way_by_its_dictionary),
 )
 REFUSED = {
     tensors_of_the_class: "reads Layer.sum, and gives it a tensor",

@@ -113,7 +113,7 @@ class Contrast(nn.Module):
             dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True).wait()
             dist.all_reduce(number)
             self.count += number
-            everything = torch.zeros(2 * len(h), 6)
+            everything = h.new_zeros(2 * len(h), 6)
             dist.all_gather_into_tensor(everything, h.detach())
         own, torchs = torch.cat(OwnGather.apply(h)), torch.cat(torch.distributed.nn.all_gather(h))
         loss = (h @ own.T + 0.5 * h @ torchs.T.square()).logsumexp(1).mean()
@@ -124,15 +124,16 @@ class Contrast(nn.Module):
 
 
 def samples(index, rank):
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * index + rank))
+    generator = torch.Generator().manual_seed(2 * index + rank)
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
 
 
 def trained_with_others():
     smp = start(**REPLICAS)
-    rank, plain = smp.rank(), Contrast()
+    rank, plain = smp.rank(), Contrast().double()
     plain.is_captured = False  # gloo has no averages
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model = Contrast()
+    model = Contrast().double()
     model.is_captured = True
     model = smp.DistributedModel(model)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

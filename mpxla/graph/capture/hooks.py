@@ -30,6 +30,7 @@ from mpxla.graph.capture.checkpoints import run_checkpointed
 from mpxla.graph.capture.collectives import Replicas
 from mpxla.graph.capture.transforms import in_vmap, vmapped
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.python.number import is_number
 from mpxla.graph.python.plain import refill
 from mpxla.graph.user_code import at_user_line
 
@@ -228,18 +229,22 @@ def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, tuple[An
 
 
 def _take_new(container: Any, content: Any) -> None:
-    """Takes the tensors out of a container that a copy of it has not; the rest stays."""
+    """Gives a container with new tensors what a copy of it has; but numbers in it count on.
+
+    A flag that says that a table is there goes with the table: every capture makes it anew.
+    """
     if isinstance(container, dict):
-        for key in [k for k, v in container.items() if _is_new(v, content.get(k))]:
-            if key in content:
-                container[key] = content[key]
-            else:
-                del container[key]
+        counts = {key: value for key, value in container.items() if _counts(value)}
+        refill(container, {k: counts.get(k, content.get(k)) for k in {**content, **counts}})
     elif len(container) == len(content):
         pairs = zip(container, content, strict=True)
-        refill(container, [old if _is_new(new, old) else new for new, old in pairs])
+        refill(container, [new if _counts(new) else old for new, old in pairs])
     else:
         refill(container, content)
+
+
+def _counts(value: Any) -> bool:
+    return type(value) in (int, float) or is_number(value)
 
 
 def _is_new(value: Any, old: Any) -> bool:

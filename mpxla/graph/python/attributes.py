@@ -312,7 +312,8 @@ class AttributeLog:
                 continue
             found = self._of_model([(owner, place[1], form)] if isinstance(filled, dict) else [])
             if found:
-                raise CarriedError(found, form_of(held_before(filled, held)), of_found=True)
+                before = held_before(self.held[place[0]].get(place[1]), held)
+                raise CarriedError(found, form_of(before), of_found=True)
 
     def _of_model(self, found: list[tuple[Any, str, Form]]) -> list[tuple[Any, str, Form]]:
         """Those attributes that are of modules of the model: others carry nothing."""

@@ -172,13 +172,13 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         CaptureError: the step then is another one.
     """
     outer = [(read, now) for read in first.outer if isinstance(now := read.now(), CONTAINERS)]
-    fillings = [(read, now, with_other_tensors(now)) for read, now in (*first.log.filled(), *outer)]
-    for read, left, filled in fillings:
+    fillings = [(read, with_other_tensors(now)) for read, now in (*first.log.filled(), *outer)]
+    for read, filled in fillings:
         if filled is None or read.put is None:
             continue
         own = read.now()
-        content = copy.copy(own)
-        if own is left:
+        content, is_container = copy.copy(own), isinstance(own, CONTAINERS)
+        if is_container:  # which others may hold, too
             refill(own, filled)
         else:
             read.put(copy.copy(filled))
@@ -196,7 +196,7 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         except (Exception, WrittenPlacesError):  # of these tensors
             is_same = False
         finally:  # also where it is found that they are to be carried
-            if own is left:
+            if is_container:
                 refill(own, content)
             else:
                 read.put(own)
