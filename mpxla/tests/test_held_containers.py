@@ -33,6 +33,17 @@ def summed_in_a_list(layer, x):
     return x - layer.kept[0]
 
 
+def begun_in_a_list(layer, x):
+    if not layer.kept:
+        layer.kept.append(zero())
+    return summed_in_a_list(layer, x)
+
+
+def begun_beside_another(layer, x):
+    layer.kept["sum"] = layer.kept.get("sum", zero()) + layer.kept["one"]
+    return x - layer.kept["sum"]
+
+
 def another_list_each_time(layer, x):
     layer.kept = [layer.kept[0] + x.detach().sum()]
     return x - layer.kept[0]
@@ -47,6 +58,8 @@ CASES = {
     summed: lambda: {"sum": zero()},
     beside_a_cache_in_a_list: lambda: [0, None],
     summed_in_a_list: lambda: [zero()],
+    begun_in_a_list: list,
+    begun_beside_another: lambda: {"one": zero() + 1},
     another_list_each_time: lambda: [zero()],
 }
 

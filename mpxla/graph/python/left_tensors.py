@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import CarriedError
-from mpxla.graph.containers import with_other_tensors
+from mpxla.graph.containers import has_fakes, with_other_tensors
 from mpxla.graph.python.attempt import Attempt, restore
 from mpxla.graph.python.held_objects import has_attributes
 from mpxla.graph.python.made_objects import fakes_in
@@ -177,8 +177,8 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         if filled is None or read.put is None:
             continue
         own = read.now()
-        content, is_container = copy.copy(own), isinstance(own, CONTAINERS)
-        if is_container:  # which others may hold, too
+        content, is_left = copy.copy(own), has_fakes(own)  # modules have got back what they had
+        if is_left:
             refill(own, filled)
         else:
             read.put(copy.copy(filled))
@@ -196,7 +196,7 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         except (Exception, WrittenPlacesError):  # of these tensors
             is_same = False
         finally:  # also where it is found that they are to be carried
-            if is_container:
+            if is_left:
                 refill(own, content)
             else:
                 read.put(own)
