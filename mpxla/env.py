@@ -227,8 +227,8 @@ def share_cores(num_processes: int, environ: MutableMapping[str, str] | None = N
     """Lets XLA start as many threads on the CPU as this process has cores to itself.
 
     It would start one per core of the machine in every process, and they would take the cores from
-    one another: a small GPT on two ranks and cores took 1.1 to 1.4 times as long per step. XLA
-    reads `NPROC` when its client is made; one that is set stays.
+    one another: steps of GPTs on two ranks and cores took 1.06 to 1.5 times as long. XLA reads
+    `NPROC` when its client is made; one that is set stays.
 
     Args:
         num_processes: processes on this machine that share its cores, unless the launcher has bound
