@@ -36,16 +36,15 @@ from suite import (
 )
 
 ONE, TWO, PEER = DEFAULT[1], DEFAULT[2], PEERS[2]
-ALL_CORES, FREE = FREE_ONE[:2], FREE_TWO
-RUNS = [EAGER, INDUCTOR, ONE, PEER, COMPILED, TWO, *ALL_CORES, *FREE]
+RUNS = [EAGER, INDUCTOR, ONE, PEER, COMPILED, TWO, *FREE_ONE[:2], *FREE_TWO]
 QUICK = Benchmark("tiny", 8, RUNS, 10)
 RATIOS = {
     "one rank / eager": (ONE, EAGER),
     "one rank / torch.compile": (ONE, INDUCTOR),
     "two ranks / pipelining": (TWO, PEER),
     "two ranks / pipelining, compiled": (TWO, COMPILED),
-    "one rank with all cores / eager": tuple(ALL_CORES),
-    "two free ranks / pipelining": tuple(FREE),
+    "one rank with all cores / eager": tuple(FREE_ONE[:2]),
+    "two free ranks / pipelining": tuple(FREE_TWO),
 }
 NOTABLE = 0.1
 """Share by which a number must differ to be marked."""

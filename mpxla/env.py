@@ -217,10 +217,17 @@ def compiler_flags() -> list[str]:
 
 def cores_per_process(num_processes: int) -> int:
     """Threads for each of several processes: `OMP_NUM_THREADS` if it is set, else a fair share."""
-    chosen = os.environ.get("OMP_NUM_THREADS", "")
-    if chosen.isdecimal() and int(chosen) > 0:
-        return int(chosen)
+    return _chosen_threads("OMP_NUM_THREADS") or _share_of_cores(num_processes)
+
+
+def _share_of_cores(num_processes: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def _chosen_threads(name: str, environ: Mapping[str, str] | None = None) -> int:
+    """What a variable says; 0 if it says no number."""
+    chosen = (os.environ if environ is None else environ).get(name, "")
+    return int(chosen) if chosen.isdecimal() else 0
 
 
 def share_cores(num_processes: int, environ: MutableMapping[str, str] | None = None) -> None:
@@ -237,8 +244,7 @@ def share_cores(num_processes: int, environ: MutableMapping[str, str] | None = N
     """
     environ = os.environ if environ is None else environ
     if num_processes > 1 and not _is_bound():
-        cores = len(os.sched_getaffinity(0))
-        environ.setdefault("NPROC", str(max(1, cores // num_processes)))
+        environ.setdefault("NPROC", str(_share_of_cores(num_processes)))
 
 
 def _is_bound() -> bool:
@@ -250,9 +256,7 @@ def _is_bound() -> bool:
 
 def xla_threads(environ: Mapping[str, str] | None = None) -> int:
     """Threads of the pool in which XLA's client for the CPU runs programs."""
-    chosen = (os.environ if environ is None else environ).get("NPROC", "")
-    is_chosen = chosen.isdecimal() and int(chosen) > 0
-    return int(chosen) if is_chosen else len(os.sched_getaffinity(0))
+    return _chosen_threads("NPROC", environ) or _share_of_cores(1)
 
 
 def prepare_gloo(interface: str | None, environ: MutableMapping[str, str] | None = None) -> None:

@@ -178,7 +178,7 @@ multiply:
   br label %ask
 
 ask:
-  %asked = phi i64 [ 0, %multiply ], [ %asked.next, %asked.one ], [ %asked.next, %refused ]
+  %asked = phi i64 [ 0, %multiply ], [ %asked.next, %schedule ], [ %asked.next, %refused ]
   %is_more = icmp ult i64 %asked, %helpers
   br i1 %is_more, label %schedule, label %work
 schedule:
@@ -186,9 +186,7 @@ schedule:
   %schedule.function = load ptr, ptr %schedule.at
   %error = call ptr %schedule.function(ptr %task)
   %is_error = icmp ne ptr %error, null
-  br i1 %is_error, label %refused, label %asked.one
-asked.one:
-  br label %ask
+  br i1 %is_error, label %refused, label %ask
 refused:  ; there is no pool: this thread computes everything
   %failure.0 = insertvalue %Destroy zeroinitializer, i64 24, 0
   %failure.1 = insertvalue %Destroy %failure.0, ptr %error, 2

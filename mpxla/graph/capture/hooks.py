@@ -30,6 +30,7 @@ from mpxla.graph.capture.checkpoints import run_checkpointed
 from mpxla.graph.capture.collectives import Replicas
 from mpxla.graph.capture.transforms import in_vmap, vmapped
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.python.noted_contents import CONTAINERS
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.plain import refill
 from mpxla.graph.user_code import at_user_line
@@ -205,14 +206,11 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
                 container, content = attributes[name]
                 if now[name] is container:  # which others may hold, too
                     _take_new(container, content)
-                elif type(container) in _CONTAINERS:
+                elif type(container) in CONTAINERS:
                     refill(container, content)
                 vars(module)[name] = container
             if not type(module).__module__.startswith("torch."):
                 gone += ((module, name) for name in changed)
-
-
-_CONTAINERS = (list, dict, deque)
 
 
 def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, tuple[Any, Any]]:
@@ -222,7 +220,7 @@ def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, tuple[An
         return copies.setdefault(id(value), copy.copy(value))
 
     return {
-        name: (value, copied(value) if type(value) in _CONTAINERS else value)
+        name: (value, copied(value) if type(value) in CONTAINERS else value)
         for name, value in vars(module).items()
         if name not in _STATE
     }

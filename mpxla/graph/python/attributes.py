@@ -158,20 +158,20 @@ class AttributeLog:
         self, owner: dict[str, Any], key: str, before: Any, value: Any, recorder: BackwardRecorder
     ) -> None:
         """Notes that an attribute gets another value, or tensors."""
-        written, form = value, None
+        written, form, place = value, None, (id(owner), key)
         tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
         if tensors:  # which must not be held beyond the step
             old = pytree.tree_leaves(None if before is MISSING else before)
             is_alias = _are_parameters(tensors, old, recorder)
             is_same = all(recorder.is_constant(tensor, old) for tensor in tensors)
             is_same = is_same or is_alias or is_cache(owner, key)
-            at_first = self.before.get((id(owner), key), before)
+            at_first = self.before.get(place, before)
             if id(owner) not in self.carrying and form_of(at_first) == form_of(value):
                 is_same = is_alias  # no cache, which has no tensors between calls: `count + 1`
             written = _CONSTANT if is_same else _COMPUTED
             is_buffer = key in self.buffers_beside(owner)
-            if (id(owner), key) in self.read_buffers and (id(owner), key) not in self.written:
-                self.first.setdefault((id(owner), key), before)
+            if place in self.read_buffers and place not in self.written:
+                self.first.setdefault(place, before)
             is_attribute = is_buffer or not any(key in owner.get(t, ()) for t in MODULE_TABLES)
             form = form_of(value) if is_attribute and not is_alias else None
         self.note_write(owner, key, before, written, form)
@@ -248,12 +248,11 @@ class AttributeLog:
                 self.of_constants.add(id(container))
         for place, (line, last) in [*self.written.items()]:
             value = self.held[place[0]].get(place[1])
-            other = with_other_tensors(value, 1) if last is _CONSTANT else None
-            if other is None or self.forms[place] is not None:
+            if last is not _CONSTANT or self.forms[place] is not None or not has_fakes(value):
                 continue
             leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, FakeTensor)]
             if all(map(is_constant, leaves)):
-                self.mixed[place] = other
+                self.mixed[place] = with_other_tensors(value, 1)
             else:  # it was given constants, and then filled otherwise
                 self.written[place] = line, _COMPUTED
         held = {id(container): content for container, content in self.contents}

@@ -20,9 +20,16 @@ from mpxla.graph.python.decisions import Written
 from mpxla.graph.python.number import NumberRead
 from mpxla.graph.python.plain import Change, Read
 
-__all__ = ["Count", "CountRead", "Counting", "FollowedRead", "LeftRead"]
-__all__ += ["StateRead", "WrittenRead"]
-__all__ += ["as_count"]
+__all__ = [
+    "Count",
+    "CountRead",
+    "Counting",
+    "FollowedRead",
+    "LeftRead",
+    "StateRead",
+    "WrittenRead",
+    "as_count",
+]
 
 _DTYPES = {int: torch.int64, float: torch.float64}
 _LARGEST = 2**62

@@ -86,7 +86,7 @@ def _constants_given(
     constants: Iterable[tuple[Read, Any]],
 ) -> Generator[list[tuple[Read, Any]]]:
     """Puts other tensors where a step has left constant ones; gives the places with these."""
-    # Other objects every time: the step may write to them.
+    # Other containers every time: the step may fill them.
     given = [(r, pytree.tree_map(copy.copy, value)) for r, value in constants if r.put is not None]
     before = [(read, read.now()) for read, _ in given]
     for read, value in given:
