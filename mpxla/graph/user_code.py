@@ -196,11 +196,14 @@ def at_user_line() -> str:
     return f" at {where}" if where else ""
 
 
-def is_called_by_user() -> bool:
-    """Whether the caller of the caller is none of torch, what it uses for symbols, and captures."""
+def is_called_by_user(*but: str) -> bool:
+    """Whether the caller of the caller is none of torch, what it uses for symbols, and `but`.
+
+    Captures ask symbols for the user as well, and get what the user gets.
+    """
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     name = frame.f_globals.get("__name__", "")
-    return not f"{name}.".startswith(("torch.", "sympy.", "mpxla.graph."))
+    return not f"{name}.".startswith(("torch.", "sympy.", *but))
 
 
 @contextlib.contextmanager

@@ -110,8 +110,16 @@ def one_by_one(model, h, mask, y):
     return loss + sum(row.exp().sum() * i for i, row in enumerate(h[~mask].unbind()))
 
 
-COMPUTED = [truths, functions_of_numbers, extremes, tensors, slices_read, slices_written]
-ASKED = [asked_for, values_taken, turns, one_by_one]
+COMPUTED = [
+    truths,
+    functions_of_numbers,
+    extremes,
+    tensors,
+    slices_read,
+    slices_written,
+    values_taken,
+]
+ASKED = [asked_for, turns, one_by_one]
 
 
 def leaf_without_rows(model, h, mask, y):

@@ -74,7 +74,9 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
             owner = object.__getattribute__(self, "__dict__")
             if name in owner:
                 log.note_read(owner, name, value)
-            elif name == "__dict__" and (not isinstance(self, nn.Module) or is_called_by_user()):
+            elif name == "__dict__" and (
+                not isinstance(self, nn.Module) or is_called_by_user("mpxla.graph.")
+            ):
                 for key in owner:
                     log.note_read(owner, key, owner[key])
             elif name not in _OF_MODULES:
