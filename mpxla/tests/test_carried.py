@@ -597,7 +597,7 @@ def refuse(kinds):
 def test_counters_elsewhere_that_begin_with_constants_are_refused():
     ((of_module, of_object),) = run_ranks(refuse, 1, [OnModule, OnObject])
     assert "count, and gives it a tensor" in of_module
-    assert "computes with model.settings, and changes it" in of_object
+    assert "settings.count, and gives it a tensor" in of_object
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections import Counter, defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ class Net(nn.Module):
         self.latest, self.norm, self.total, self.ema, self.num_calls = None, 0.0, 0, 0.5, 0
         self.history, self.window, self.stats = [], deque(maxlen=3), {"norm": 0.0, "calls": 0}
         self.nested, self.meter, self.by_name = {"a": {"b": []}}, Meter(), defaultdict(list)
-        self.slow = None
+        self.slow, self.space = None, SimpleNamespace(calls=0, norm=None, means=[])
 
     def forward(self, x):
         h = torch.tanh(self.first(x))
@@ -120,6 +121,16 @@ class Net(nn.Module):
         losses.append(h.detach().mean())
         state.setdefault("means", []).append({"mean": h.detach().mean(), "norm": norm})
 
+    def constants_appended(self, h, norm):
+        losses.append(torch.arange(3))
+        losses.append([torch.ones(2), h.detach().sum(), "text"])
+        state.setdefault("means", []).append({"sum": torch.zeros(1)})
+
+    def in_a_namespace(self, h, norm):
+        self.space.calls += 1
+        self.space.norm = norm * self.space.calls
+        self.space.means.append(h.detach().mean())
+
     def beside_a_counter(self, h, norm):
         self.num_calls += 1
         self.norm = norm / self.num_calls
@@ -179,7 +190,7 @@ def values_of(model):
         "latest norm total ema num_calls history window stats nested by_name slow is_large fresh"
     )
     values = [getattr(model, name, None) for name in names.split()]
-    tensors_in = log, losses, state  # of any device
+    tensors_in = log, losses, state, vars(model.space)  # of any device
     numbers = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.tolist(), tensors_in)
     values = repr([values, vars(model.meter), numbers, windows, total, sums, history, tally])
     return values + repr([vars(meter) for meter in meters.values()])
@@ -206,6 +217,7 @@ def train(keys, kinds):
     [
         (["beside_a_counter", "counted_in_globals", "in_new_entries"], 2),
         (["plain_data_appended", "begun_beside_a_number", "tensors_left"], 1),
+        (["constants_appended", "in_a_namespace"], 1),
         (["in_what_is_replaced"], 1),
         *(pytest.param(KINDS, stages, marks=pytest.mark.slow) for stages in (1, 2)),
     ],
@@ -282,6 +294,91 @@ def test_a_step_that_goes_by_what_it_has_left_is_refused_and_leaves_nothing(kind
         assert ("test_recorded.py" in text) == (kind != "shortened")
         assert "register_buffer" in text and "deque with a maxlen" in text
         assert ema == 1.0 and norms == []
+
+
+names, tables = set(), []
+
+
+class Slotted:
+    __slots__ = ("count", "mean")
+
+    def __init__(self):
+        self.count, self.mean = 0, 0.0
+
+
+slotted = Slotted()
+
+
+class Growing(nn.Module):
+    """Goes by how much there is of what it adds to."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer, self.seen = kind, nn.Linear(6, 4), []
+
+    def forward(self, x):
+        return getattr(self, self.kind)(self.layer(x))
+
+    def every_second(self, h):
+        losses.append(h.detach().mean())
+        return 2 * h if len(losses) % 2 else h
+
+    def after_three(self, h):
+        losses.append(h.detach().mean())
+        return 2 * h if len(losses) > 3 else h
+
+    def by_constants(self, h):
+        losses.append(torch.ones(2))
+        return h / len(losses)
+
+    def of_plain_data(self, h):
+        losses.append("text")
+        return 2 * h if len(losses) > 3 else h
+
+    def of_a_module(self, h):
+        self.seen.append(h.detach().mean())
+        return 2 * h if len(self.seen) > 3 else h
+
+    def of_a_set(self, h):
+        names.add(len(names))
+        return 2 * h if len(names) > 3 else h
+
+    def of_slots(self, h):
+        slotted.mean = slotted.mean + h.detach().mean()
+        return h
+
+    def filled_once(self, h):
+        while len(tables) < 3:
+            tables.append(len(tables) * torch.ones(4))
+        return h * tables[2]
+
+
+def grow(kinds):
+    found = {}
+    for kind in kinds:
+        losses.clear()
+        smp.init({"microbatches": 2})
+        try:
+            smp.step(train_step)(smp.DistributedModel(Growing(kind)), *batch(0))
+        except CaptureError as error:
+            found[kind] = str(error)
+        smp.shutdown()
+    return found, tables
+
+
+REFUSED = {"every_second": "reads losses, and gives it a tensor"}
+REFUSED |= dict.fromkeys(["after_three", "by_constants"], REFUSED["every_second"])
+REFUSED |= {"of_plain_data": "computes with losses, and changes it"}
+REFUSED |= {"of_a_module": "reads model.seen, and gives it a tensor"}
+REFUSED |= {"of_a_set": "computes with names, and changes it"}
+REFUSED |= {"of_slots": "reads slotted, and gives it a tensor"}
+
+
+def test_a_step_that_goes_by_how_much_it_has_left_is_refused():
+    ((found, left),) = run_ranks(grow, 1, [*REFUSED, "filled_once"])
+    assert found.keys() == REFUSED.keys()
+    assert all(REFUSED[kind] in text for kind, text in found.items()), found
+    assert left == []  # every capture fills it
 
 
 class Timed(nn.Module):

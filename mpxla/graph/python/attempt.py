@@ -203,6 +203,16 @@ def stood_in(
     refill()
     if not is_in_place and not any(one.has_tensors for one in first.step.recorded):
         return None
+    lists = {name: r for name, r in places.items() if r.is_more or r.is_in_place}
+    if any(read.is_more for read in lists.values()):
+        # Of how many entries they have, the captures that are compared below would say the same.
+        told = again
+        if len(lists) < len(places):
+            told = capture(lists)
+            restore(told.log, told.outer)
+            refill()
+        if not is_same_step(first.step, told.step):
+            return None
     # What is added to `total` is a result now, in the place of their sum; are other sums, too?
     other = capture({name: replace(read, offset=1.0) for name, read in places.items()})
     if is_same_step(again.step, other.step):

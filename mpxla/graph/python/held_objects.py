@@ -200,14 +200,17 @@ def is_looked_into(value: Any) -> bool:
     change.
     """
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    if not (file is None or type(value) is Namespace or is_model_code(file)):
+    is_bare = type(value) in (Namespace, types.SimpleNamespace)
+    if not (file is None or is_bare or is_model_code(file)):
         return False
     return isinstance(value, nn.Module) or has_attributes(value)
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether it is an object of a class of Python code whose attributes are plain to look at."""
+    """Whether it is an object whose attributes are plain to look at: of a class of Python code."""
     kind = type(value)
+    if kind is types.SimpleNamespace:
+        return True
     is_other = isinstance(value, (type, types.ModuleType, nn.Module, torch.Tensor, *FUNCTIONS))
     is_open = kind.__flags__ & _MADE_BY_PYTHON and not kind.__flags__ & _IMMUTABLE
     if not is_open or is_other or not kind.__dictoffset__:

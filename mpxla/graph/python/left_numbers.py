@@ -36,10 +36,14 @@ from mpxla.graph.python.recorded import (
 from mpxla.graph.user_code import AgainError
 from mpxla.log import warn_once
 
-__all__ = ["RecordRead", "StandIns", "is_plain_number", "may_go_on", "numbers_left"]
+__all__ = ["MANY", "RecordRead", "StandIns", "is_plain_number", "may_go_on", "numbers_left"]
 
-_MANY = 1024
-"""So many stand-ins are in a list. Code that lets go of the oldest ones then does."""
+MANY = 419
+"""So many stand-ins are in a list. Code that lets go of the oldest ones then does.
+
+With one more it is a multiple of the numbers up to seven, and it is a prime: code that does
+something every n-th time goes another way than with none or one.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +93,7 @@ class RecordRead(Read):
 
     def numbered(self, found: Recorded, later: Recorded) -> Recorded:
         """What a capture with stand-ins has found, and one without."""
-        return found.numbered(later, len(self.value), _MANY) if self.is_more else later
+        return found.numbered(later, len(self.value), MANY) if self.is_more else later
 
     def after(self, results: Sequence[Any], left: Mapping[str, Any]) -> Any:
         """What a microbatch leaves there, or appends; see `Recorded.of`."""
@@ -158,7 +162,7 @@ def numbers_left(
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if one.read.is_more and one.read.name in filled_once and not numbers:
             continue
-        is_filled = not isinstance(one.read.value, torch.Tensor)
+        is_filled = not isinstance(one.read.value, torch.Tensor) and not one.read.is_more
         if is_filled and any(map(is_constant, tensors)):  # as of caches
             continue
         if one.read.name in log.counted or counts[one.read.name] > 1:  # which cannot be told apart
@@ -290,7 +294,7 @@ class StandIns:
             stand_in, now = Before(name, value), read.now()
             is_tensor = isinstance(now, torch.Tensor)
             if read.is_more:
-                now.extend([stand_in] * _MANY)
+                now.extend([stand_in] * MANY)
                 self._given[name] = list(now)
             elif is_plain_number(now) or now is None or now is MISSING or is_tensor:
                 self._given[name] = stand_in

@@ -6,6 +6,7 @@ others. Where nothing is carried, that is an error. See `state.py` for values th
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -16,9 +17,10 @@ from mpxla.graph.alike import is_same_step, outputs_of
 from mpxla.graph.capture.carried import CarriedError
 from mpxla.graph.containers import has_fakes, with_other_tensors
 from mpxla.graph.python.attempt import Attempt, restore
-from mpxla.graph.python.held_objects import has_attributes
+from mpxla.graph.python.held_objects import contents_of, has_attributes
+from mpxla.graph.python.left_numbers import MANY
 from mpxla.graph.python.made_objects import fakes_in
-from mpxla.graph.python.noted_contents import CONTAINERS, is_simple
+from mpxla.graph.python.noted_contents import CONTAINERS, PLAIN_CONTAINERS, is_simple
 from mpxla.graph.python.plain import Read, change, plain, refill
 from mpxla.graph.python.refusals import LeftTensorError, refusal, refusal_of_number
 from mpxla.graph.stepgraph import StepGraph
@@ -31,6 +33,7 @@ __all__ = [
     "comes_again",
     "constants_of",
     "refuse_carried",
+    "refuse_grown",
 ]
 
 
@@ -173,6 +176,10 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
     """
     outer = [(read, now) for read in first.outer if isinstance(now := read.now(), CONTAINERS)]
     fillings = [(read, with_other_tensors(now)) for read, now in (*first.log.filled(), *outer)]
+    for read, filled in [*fillings]:
+        is_list = isinstance(read.value, list) and isinstance(filled, list)
+        if is_list and len(filled) > len(read.value):  # does the step go by how many there are?
+            fillings.append((read, (filled * MANY)[:MANY]))
     for read, filled in fillings:
         if filled is None or read.put is None:
             continue
@@ -203,3 +210,36 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
         if not is_same:
             first.log.carry_filled(read.name)
             raise refusal(read.name, "")
+
+
+def refuse_grown(first: Attempt, reads: Iterable[Read], capture: Callable[[], Attempt]) -> None:
+    """Captures with more in lists and sets that have grown, and with what else a step has left.
+
+    Into sets, context variables and objects with `__slots__` nothing else can be put.
+
+    Raises:
+        CaptureError: the step then is another one, or has left tensors where none can be.
+    """
+    reads = [read for read in reads if not is_simple(read.value)]
+    is_closed = any(not isinstance(read.value, (dict, list)) for read in reads)
+    held = [(read.content, read.value) for read in reads]
+    grown = [now for now, before in held if _has_grown(now, before) and not has_fakes([*now])]
+    contents = [(one, copy.copy(one)) for one, _ in held if isinstance(one, (list, deque, set))]
+    is_same = not is_closed or comes_again(first, capture)
+    for one in grown:
+        num = MANY - len(one)
+        more = range(-num, 0) if isinstance(one, set) else [one[-1]] * num
+        (one.update if isinstance(one, set) else one.extend)(more)
+    is_same = is_same and (not grown or comes_again(first, capture))
+    for one, content in contents:
+        refill(one, content)
+    if not is_same:
+        raise refusal_of_number(" or ".join(read.name for read in reads))
+    for now, _ in held:
+        if type(now) not in PLAIN_CONTAINERS and has_fakes(contents_of(now)):
+            raise refusal(" or ".join(read.name for read in reads if read.content is now), "")
+
+
+def _has_grown(now: Any, before: Any) -> bool:
+    is_known = isinstance(now, (list, deque, set)) and isinstance(before, (list, frozenset))
+    return is_known and len(now) > len(before)

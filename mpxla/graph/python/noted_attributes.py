@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Generator, Set
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -41,9 +42,14 @@ def attributes_noted(
     carrying = {id(vars(module)) for module in model.modules()}
     log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents, carrying)
     kinds = {type(h.value) for h in held.values() if not isinstance(h.value, nn.Module)}
+    for one in held.values() if SimpleNamespace in kinds else ():
+        # Nothing can tell what is read of it; what is written, a look at it later.
+        if type(one.value) is SimpleNamespace:
+            for key in one.table.keys() & texts or one.table:
+                log.note_read(one.table, key, one.table[key])
     with contextlib.ExitStack() as stack:
         stack.enter_context(parameters_noted(_is_own, log))
-        for kind in (nn.Module, *kinds):
+        for kind in (nn.Module, *(kinds - {SimpleNamespace})):
             stack.enter_context(_class_noted(kind, log))
         yield log
 

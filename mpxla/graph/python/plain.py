@@ -75,8 +75,6 @@ PLAIN = (
 )
 _THEMSELVES = (torch.Tensor, nn.Module, Later)
 _MAPPINGS = (types.MappingProxyType, ChainMap, UserDict, type(environment()))
-_VARS = (types.SimpleNamespace, threading.local)
-"""Of these, the attributes; of `threading.local` those of the thread that runs steps."""
 _GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _SEQUENCES, _SETS = (list, tuple, deque), (set, frozenset)
 _MOST_ELEMENTS = 512
@@ -248,7 +246,7 @@ def entries_of(value: Any) -> dict[Any, Any] | None:
         return dict(cast(Any, value))
     if isinstance(value, UserList):
         return {"data": value.data}
-    if isinstance(value, _VARS):
+    if isinstance(value, threading.local):  # those of the thread that runs steps
         return vars(value)
     kind = type(value)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -274,9 +272,9 @@ def _is_flat(value: Any) -> bool:
 
 
 def refill(container: Any, content: Any) -> None:
-    """Gives a list, a deque or a dictionary what a copy of it holds."""
+    """Gives a list, a deque, a dictionary or a set what a copy of it holds."""
     container.clear()
-    (container.update if isinstance(container, dict) else container.extend)(content)
+    (container.update if isinstance(container, (dict, set)) else container.extend)(content)
 
 
 def change(name: str, before: Any, now: Any) -> Change | None:

@@ -56,8 +56,9 @@ from mpxla.graph.python.left_tensors import (
     comes_again,
     constants_of,
     refuse_carried,
+    refuse_grown,
 )
-from mpxla.graph.python.noted_contents import CONTAINERS, is_simple, note_content
+from mpxla.graph.python.noted_contents import CONTAINERS, note_content
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
 from mpxla.graph.python.outside_reads import kept
 from mpxla.graph.python.plain import MISSING, Change, Read, change, plain, refill
@@ -244,9 +245,11 @@ class PythonState:
                         container[key] = content[key]
                     else:
                         del container[key]
-            elif len(container) == len(content) and any(map(has_fakes, container)):
-                pairs = zip(container, content, strict=True)
-                refill(container, [old if has_fakes(new) else new for new, old in pairs])
+            elif any(map(has_fakes, container)):
+                before = content if len(content) == len(container) else container
+                pairs = zip(container, before, strict=True)
+                values = [old if has_fakes(new) else new for new, old in pairs]
+                refill(container, [value for value in values if not has_fakes(value)])
 
     def _restart(self) -> None:
         """Before another capture: containers, and what is followed, are what they were."""
@@ -314,7 +317,7 @@ class PythonState:
             caches = first.log.of_constants
             others = [r for r in filled if not (id(r.content) in caches and _only_got_tensors(r))]
             others = [read for read in others if read.name not in memos]
-            _refuse_closed(first, others, capture)
+            refuse_grown(first, others, capture)
             _warn_of(others)
         reads += [_as_it_is(read) for read in filled if read.name in memos]
         if not once and not is_question:
@@ -476,8 +479,11 @@ class PythonState:
         left: dict[str, list[tuple[Any, Any]]] = {read.name: [] for read in filled}
         for read in filled:
             note_content(read.content, left[read.name])
+        # Of kinds that nothing is put back into.
+        closed = [(r, plain(r.content, r.names)) for r in filled if not left[r.name]]
         is_same = comes_again(first, capture)
         memos = {name for name, contents in left.items() if all(map(is_as_left, contents))}
+        memos -= {r.name for r, old in closed if change("", old, plain(r.content, r.names))}
         for container, content in (pair for contents in left.values() for pair in contents):
             refill(container, content)
         entries, others = first.entries(), [read for read in filled if read.name not in memos]
@@ -495,22 +501,6 @@ class PythonState:
         flags = first.flags(names)
         if self._may_count and len(flags) == len(names):
             raise _FlagError(flags)
-
-
-def _refuse_closed(first: Attempt, reads: Iterable[Read], capture: Callable[[], Attempt]) -> None:
-    """Captures with what a step has left where nothing can be put: sets, context variables.
-
-    Raises:
-        CaptureError: the step then is another one.
-    """
-    closed = [r for r in reads if not isinstance(r.value, (dict, list)) and not is_simple(r.value)]
-    sets = [(read.content, set(read.content)) for read in closed if type(read.content) is set]
-    is_same = not closed or comes_again(first, capture)
-    for held, content in sets:
-        held.clear()
-        held.update(content)
-    if not is_same:
-        raise refusal_of_number(" or ".join(read.name for read in closed))
 
 
 def _all_of(kind: type[FollowedRead], reads: dict[str, Read]) -> dict[str, FollowedRead]:
