@@ -88,6 +88,8 @@ def refuse_hidden_tensors(leaf: Any) -> None:
 
 _NEW = object.__new__, SimpleNamespace.__new__
 """Of classes whose objects hold nothing but attributes."""
+_NO_DATA = nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+"""Objects around a model, from which all of it would be walked, by every path."""
 _Kind = Callable[[Any], dict[Any, Any] | None]
 
 
@@ -122,7 +124,7 @@ def _in_set(leaf: Any) -> dict[Any, Any] | None:
 def _in_object(leaf: Any) -> dict[Any, Any] | None:
     """Attributes of an object that consists of them; None for what is more, or no data."""
     kind = type(leaf)
-    is_more = isinstance(leaf, (nn.Module, torch.Tensor, Later, _Opened)) or is_number(leaf)
+    is_more = isinstance(leaf, (*_NO_DATA, torch.Tensor, Later, _Opened)) or is_number(leaf)
     if is_more or kind.__new__ not in _NEW:
         return None
     names = [name for name in slots_of(kind) if name not in ("__dict__", "__weakref__")]

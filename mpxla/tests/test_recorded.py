@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -309,12 +310,17 @@ class Slotted:
 slotted = Slotted()
 
 
+@dataclass(frozen=True)
+class Progress:
+    count: int = 0
+
+
 class Growing(nn.Module):
     """Goes by how much there is of what it adds to."""
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.layer, self.seen = kind, nn.Linear(6, 4), []
+        self.kind, self.layer, self.seen, self.progress = kind, nn.Linear(6, 4), [], Progress()
 
     def forward(self, x):
         return getattr(self, self.kind)(self.layer(x))
@@ -347,6 +353,10 @@ class Growing(nn.Module):
         slotted.mean = slotted.mean + h.detach().mean()
         return h
 
+    def in_what_is_replaced(self, h):
+        self.progress = replace(self.progress, count=self.progress.count + 1)
+        return h / self.progress.count
+
     def filled_once(self, h):
         while len(tables) < 3:
             tables.append(len(tables) * torch.ones(4))
@@ -372,6 +382,7 @@ REFUSED |= {"of_plain_data": "computes with losses, and changes it"}
 REFUSED |= {"of_a_module": "reads model.seen, and gives it a tensor"}
 REFUSED |= {"of_a_set": "computes with names, and changes it"}
 REFUSED |= {"of_slots": "reads slotted, and gives it a tensor"}
+REFUSED |= {"in_what_is_replaced": "computes with model.progress.count, and changes it"}
 
 
 def test_a_step_that_goes_by_how_much_it_has_left_is_refused():

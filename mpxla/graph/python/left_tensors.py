@@ -22,6 +22,7 @@ from mpxla.graph.python.left_numbers import MANY
 from mpxla.graph.python.made_objects import fakes_in
 from mpxla.graph.python.noted_contents import CONTAINERS, PLAIN_CONTAINERS, is_simple
 from mpxla.graph.python.plain import Read, change, plain, refill
+from mpxla.graph.python.recorded import may_be_appended
 from mpxla.graph.python.refusals import LeftTensorError, refusal, refusal_of_number
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import AgainError, OutsideWriteError
@@ -213,17 +214,18 @@ def refuse_carried(first: Attempt, capture: Callable[[], Attempt]) -> None:
 
 
 def refuse_grown(first: Attempt, reads: Iterable[Read], capture: Callable[[], Attempt]) -> None:
-    """Captures with more in lists and sets that have grown, and with what else a step has left.
+    """Captures with more in lists and sets of plain data that have grown, and what else is left.
 
-    Into sets, context variables and objects with `__slots__` nothing else can be put.
+    Nothing else can be put into sets, context variables, objects with `__slots__`, and attributes
+    of objects that the step replaces.
 
     Raises:
         CaptureError: the step then is another one, or has left tensors where none can be.
     """
-    reads = [read for read in reads if not is_simple(read.value)]
+    reads = [r for r in reads if is_simple(r.content) or not is_simple(r.value)]  # but caches
     is_closed = any(not isinstance(read.value, (dict, list)) for read in reads)
     held = [(read.content, read.value) for read in reads]
-    grown = [now for now, before in held if _has_grown(now, before) and not has_fakes([*now])]
+    grown = [now for now, before in held if _has_grown(now, before) and may_be_appended([*now])]
     contents = [(one, copy.copy(one)) for one, _ in held if isinstance(one, (list, deque, set))]
     is_same = not is_closed or comes_again(first, capture)
     for one in grown:
