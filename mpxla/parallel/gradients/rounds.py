@@ -182,10 +182,21 @@ class Rounds:
 
         Raises:
             RankMismatch: they had other numbers of reductions.
-            PeerFailure: one of them failed.
+            PeerFailure: a rank has failed, which the script has not met.
         """
-        if self._transport.watch.failure is not None:
-            return
+        watch = self._transport.watch
+        if watch.noticed.is_set():
+            return  # the script has met the failure
+        try:
+            watch.check()  # a rank that comes late would end well otherwise
+            self._part()
+        except PeerFailure as failure:
+            raise PeerFailure(
+                f"{failure} This rank ended after {self._num_steps} training steps."
+            ) from failure
+
+    def _part(self) -> None:
+        """See `leave`."""
         self._tell("end")
         deadline = time.monotonic() + _FAREWELL_S
         for rank in self._others:
@@ -193,10 +204,6 @@ class Rounds:
                 steps = self._await(rank, "end", deadline=deadline)["steps"]
             except TimeoutError:
                 return  # it is busy; should it wait for this rank, it will know the numbers
-            except PeerFailure as failure:
-                raise PeerFailure(
-                    f"{failure} This rank ended after {self._num_steps} training steps."
-                ) from failure
             if steps != self._num_steps:
                 with contextlib.suppress(PeerFailure):
                     self._transport.barrier(self._group).result()  # all know it before one ends

@@ -1,6 +1,7 @@
 """Replicas with different numbers of batches: inside `join`, and without it an error everywhere."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -177,19 +178,23 @@ def test_without_join_the_numbers_are_named_on_all_ranks(ends_itself):
         assert second.exit_code == 1
 
 
-def stop_early_in_a_pipeline():
-    """The second of two replicas of two stages has fewer batches."""
+def stop_early_in_a_pipeline(slow_rank):
+    """The second of two replicas of two stages has fewer batches; one rank hears of it late."""
     smp.init({"ddp": True, "pipeline_parallel_degree": 2, "shard_optimizer_state": True})
     model = smp.DistributedModel(Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for number in range(3 if smp.rdp_rank() == 0 else 2):
         train(model, batch(0, number))
         optimizer.step()
+    if smp.rank() == slow_rank:
+        while smp.session.current().transport.watch.failure is None:
+            time.sleep(0.1)
 
 
 @pytest.mark.slow
-def test_without_join_the_numbers_are_named_on_all_ranks_of_pipelines():
-    results = run_ranks_unpooled(stop_early_in_a_pipeline, 4, timeout_s=120)
+@pytest.mark.parametrize("slow_rank", [None, 3])
+def test_without_join_the_numbers_are_named_on_all_ranks_of_pipelines(slow_rank):
+    results = run_ranks_unpooled(stop_early_in_a_pipeline, 4, slow_rank, timeout_s=120)
     for rank, result in enumerate(results):
         assert re.search(r"rank \d has 3, and rank \d ended after 2", result.stderr), rank
     assert [result.exit_code for result in results[:2]] == [1, 1]
