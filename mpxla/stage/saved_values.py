@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from mpxla.graph.typed import input_of, outputs_of
+from mpxla.graph.typed import input_of, outputs_of, target_of
 from mpxla.stage.cleanup import is_view
 
 __all__ = ["SavedValue", "route_saved", "set_outputs"]
@@ -78,23 +78,39 @@ def route_saved(
 
 
 def _without_views(value: fx.Node, holder: fx.Node) -> fx.Node:
-    """The argument that a value is a view of (a transposed weight, say); else the value.
+    """The argument that a value is a view of (a transposed weight, say), or what is read itself.
 
     As an output the view would be a copy for every microbatch; made by the backward, from what it
-    holds then, it costs nothing.
+    holds then, it costs nothing. So with views that only the backward reads: attention saves
+    transposes of what it multiplies.
     """
-    source, chain = value, []
+    source, chain = value, list[fx.Node]()
     while is_view(source):
         chain.append(source)
         source = input_of(source)
-    if not chain or source.op != "placeholder":
+    if source.op != "placeholder":
+        chain = _for_backward(chain)
+        source = input_of(chain[-1]) if chain else value
+    if not chain:
         return value
     users, rebuilt, graph = list(holder.users), holder, holder.graph
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         for view in reversed(chain):
-            rebuilt = graph.call_function(view.target, (rebuilt, *view.args[1:]), dict(view.kwargs))
+            arguments = (rebuilt, *view.args[1:])
+            rebuilt = graph.call_function(target_of(view), arguments, dict(view.kwargs))
             rebuilt.meta = dict(view.meta)
     holder.meta = dict(source.meta)
     for user in users:
         user.replace_input_with(holder, rebuilt)
     return source
+
+
+def _for_backward(chain: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of views, the last first, that the forward does not read, and that are no smaller."""
+    found: list[fx.Node] = []
+    for view in chain:
+        is_smaller = view.meta["val"].numel() < input_of(view).meta["val"].numel()
+        if is_smaller or any(u.op != "output" and u not in found for u in view.users):
+            break
+        found.append(view)
+    return found

@@ -110,7 +110,8 @@ def test_a_capture_error_shows_the_way_to_the_users_line_and_nothing_of_torch():
             raise smp.CaptureError("The step function at f.py:1 cannot be captured.") from error
 
     text = format_error(caught(capture))
-    assert [line.strip() for line in text.splitlines() if line.startswith("    ")][-3:] == [
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    assert [line for line in lines if set(line) - set("~^")][-3:] == [  # marks of Python 3.13
         "model()",
         "break_json()",
         'json.loads("{")',
