@@ -161,3 +161,18 @@ def _softmax(
 
 implements("_softmax")(partial(_softmax, jax.nn.softmax, 1))
 implements("_log_softmax")(partial(_softmax, jax.nn.log_softmax, 0))
+
+
+@implements("_safe_softmax")
+def _safe_softmax(x: jax.Array, dim: int, dtype: torch.dtype | None = None) -> jax.Array:
+    """Softmax with zeros for rows in which every score is -inf, which their largest score tells.
+
+    torch's own decomposition asks all scores for that, and chooses among all results.
+    """
+    kept = x.dtype if dtype is None else jax_dtype(dtype)
+    rows = widened(convert(x, kept)).reshape(x.shape or (1,))
+    largest = rows.max(dim, keepdims=True, initial=-jnp.inf)
+    is_empty = largest == -jnp.inf
+    powers = jnp.exp(rows - jnp.where(is_empty, 0, largest))
+    result = powers / jnp.where(is_empty, 1, powers.sum(dim, keepdims=True))
+    return result.reshape(x.shape).astype(kept)

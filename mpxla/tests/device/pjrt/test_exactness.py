@@ -98,6 +98,7 @@ _INDEX = torch.zeros(3, 64, dtype=torch.int64)
         (aten.addmm.default, lambda x: (x[0], x[:, :8], x[:8]), {}),
         (aten.elu.default, lambda x: (x,), {}),
         (aten.leaky_relu.default, lambda x: (x, 0.1), {}),
+        (aten._safe_softmax.default, lambda x: (x, 1), {}),
         (aten._softmax_backward_data.default, lambda x: (x, x.softmax(1), 1, x.dtype), {}),
         (aten._log_softmax_backward_data.default, lambda x: (x, x.log_softmax(1), 1, x.dtype), {}),
         (
@@ -113,3 +114,16 @@ def test_low_precision_is_computed_in_float32(operator, function, keywords, dtyp
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=1.01 * eps, atol=eps / 16)
     assert (found != expected).float().mean() < 0.02
+
+
+def test_rows_without_a_score_become_zeros():
+    scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    scores[1] = -torch.inf
+    scores[2, 3:] = -torch.inf
+    scores[3, 7] = torch.nan
+    values = [scores, torch.tensor(2.0), torch.tensor(-torch.inf), torch.zeros(3, 0)]
+    calls = [(value, -1, {}) for value in values]
+    calls += [(scores.t(), 0, {}), (scores.bfloat16(), 1, {"dtype": torch.float64})]
+    for value, dim, keywords in calls:
+        found, expected = both(aten._safe_softmax.default, value, dim, **keywords)
+        torch.testing.assert_close(found, expected, equal_nan=True)
