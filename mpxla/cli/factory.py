@@ -25,7 +25,7 @@ from torch import nn
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import capture_step
+from mpxla.graph.capture.step import ToCapture, capture_step
 from mpxla.graph.python.floats import Floats
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.tensor.sequence import divide_sequences
@@ -128,7 +128,9 @@ def capture_factory(
     def attempt(known: Known | None) -> StepGraph:
         leaves = signature.tensor_leaves
         return until_captured(
-            lambda: capture_step(run, model, leaves, names, known, thawed=thawed, floats=floats)
+            lambda: capture_step(
+                ToCapture(run, model, leaves, names, known, thawed=thawed, floats=floats)
+            )
         )
 
     return with_values_if_needed(attempt, lambda: tensors[0])

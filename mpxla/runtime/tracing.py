@@ -17,7 +17,7 @@ from mpxla.graph.capture.functional_step import StaleTensorError
 from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.reads import ModuleRead, ValueRead
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import capture_step
+from mpxla.graph.capture.step import ToCapture, capture_step
 from mpxla.graph.capture.tensor_places import fix_mask, is_constant
 from mpxla.graph.python.answers import Guess
 from mpxla.graph.python.attempt import Attempt, restore
@@ -232,19 +232,12 @@ class Tracing:
                 values = replace(values, values=(*values.values, *counting.values))
             try:
                 step = capture_step(
-                    partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
-                    model,
-                    asked.tensor_leaves,
-                    names,
-                    values,
-                    self.graphs,
-                    signature.answers,
-                    counting.left,
-                    thawed,
-                    self.decided,
-                    self.replicas,
-                    self.floats,
-                    self.states.former(),
+                    ToCapture(
+                        partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
+                        *(model, asked.tensor_leaves, names, values, self.graphs),
+                        *(signature.answers, counting.left, thawed, self.decided),
+                        *(self.replicas, self.floats, self.states.former()),
+                    )
                 )
             except ChangedArgumentError as error:
                 if error.place >= len(paths):

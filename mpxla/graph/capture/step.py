@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -83,6 +82,7 @@ from mpxla.kept import Kept
 __all__ = [
     "NumberLeaf",
     "TensorLeaf",
+    "ToCapture",
     "capture_step",
 ]
 
@@ -131,22 +131,47 @@ class _Returned:
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """What is to be captured: see `capture_step`, whose arguments these are."""
+class ToCapture:
+    """One microbatch of a step function, and what is known of it.
+
+    Attributes:
+        function: takes the tensor leaves of the step's inputs and returns what the user's
+            function returns. Calls `model` and `current_recorder().backward`.
+        model: the user's model, which holds every trainable parameter.
+        leaves: shape and dtype of each tensor input, for one microbatch.
+        canonical_names: any name of a parameter or buffer -> the one name used for it (tied
+            parameters have several).
+        known: values of inputs, for a function whose Python needs them. The graph then is the one
+            for all inputs of which Python reads the same.
+        kept: holds the graphs of earlier starts, by what was traced.
+        answers: to what Python asks of values that depend on the model, in order; it may ask more,
+            and the graph then is a question. None if it may not ask.
+        left: has what the function leaves in numbers that it changes, when it has run; for a
+            capture with `known` values.
+        thawed: parameters that are frozen, and that it trains after it has unfrozen them; gets
+            others.
+        decided: the user's lines that ask whether a mask is true anywhere, where the answer is
+            asked for; gets others, if masks choose no rows. None if it may not ask.
+        replicas: ranks that hold the same tensors, this one among them, for collectives.
+        floats: which modules call `float` of what has no value; gets others.
+        former: where parameters of the model were before they moved.
+        joins: of pieces, which every capture of it tries alike.
+    """
 
     function: Callable[[Sequence[torch.Tensor]], Any]
     model: nn.Module
     leaves: Sequence[TensorLeaf]
     canonical_names: dict[str, str]
-    known: Known | None
-    kept: Kept
-    answers: tuple[int, ...] | None
-    left: Mapping[str, Any]
-    thawed: set[str]
-    replicas: Sequence[int]
-    floats: Floats
-    former: Former
-    joins: Joins = field(default_factory=Joins)
+    known: Known | None = None
+    kept: Kept = field(default_factory=Kept)
+    answers: tuple[int, ...] | None = None
+    left: Mapping[str, Any] = field(default_factory=dict)
+    thawed: set[str] = field(default_factory=set)
+    decided: set[str] | None = None
+    replicas: Sequence[int] = ()
+    floats: Floats = field(default_factory=Floats)
+    former: Former = field(default_factory=dict)
+    joins: Joins = field(init=False, default_factory=Joins)
 
 
 class _StepModule(nn.Module):
@@ -157,7 +182,7 @@ class _StepModule(nn.Module):
     own attributes change in `forward`.
     """
 
-    def __init__(self, asked: _Asked, counts: Counts, lines: tuple[str, ...] | None):
+    def __init__(self, asked: ToCapture, counts: Counts, lines: tuple[str, ...] | None):
         super().__init__()
         real = dict(asked.model.named_parameters())
         self._real = lambda: real  # no dictionary: export compares what modules hold
@@ -314,63 +339,21 @@ class _StepModule(nn.Module):
         return tuple(answers.asked)
 
 
-def capture_step(
-    function: Callable[[Sequence[torch.Tensor]], Any],
-    model: nn.Module,
-    leaves: Sequence[TensorLeaf],
-    canonical_names: dict[str, str],
-    known: Known | None = None,
-    kept: Kept | None = None,
-    answers: tuple[int, ...] | None = None,
-    left: Mapping[str, Any] | None = None,
-    thawed: set[str] | None = None,
-    decided: set[str] | None = None,
-    replicas: Sequence[int] = (),
-    floats: Floats | None = None,
-    former: Former = MappingProxyType({}),
-) -> StepGraph:
+def capture_step(asked: ToCapture) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
-    Runs on the host with fake tensors; parameters of `model` may be on any device, `meta`
+    Runs on the host with fake tensors; parameters of the model may be on any device, `meta`
     included. The train/eval mode of the modules and the grad mode are those of the caller.
 
-    Args:
-        function: takes the tensor leaves of the step's inputs and returns what the user's
-            function returns. Calls `model` and `current_recorder().backward`.
-        model: the user's model, which holds every trainable parameter.
-        leaves: shape and dtype of each tensor input, for one microbatch.
-        canonical_names: any name of a parameter or buffer -> the one name used for it (tied
-            parameters have several).
-        known: values of inputs, for a function whose Python needs them. The graph then is the one
-            for all inputs of which Python reads the same.
-        kept: holds the graphs of earlier starts, by what was traced.
-        answers: to what Python asks of values that depend on the model, in order; it may ask more,
-            and the graph then is a question. None if it may not ask.
-        left: has what the function leaves in numbers that it changes, when it has run; for a
-            capture with `known` values.
-        thawed: parameters that are frozen, and that it trains after it has unfrozen them; gets
-            others.
-        decided: the user's lines that ask whether a mask is true anywhere, where the answer is
-            asked for; gets others, if masks choose no rows. None if it may not ask.
-        replicas: ranks that hold the same tensors, this one among them, for collectives.
-        floats: which modules call `float` of what has no value; gets others.
-        former: where parameters of the model were before they moved.
-
     Raises:
-        AgainError: it trains more of those, gives parameters attributes that they are to have, or
-            calls `float` in other modules.
+        AgainError: it trains more frozen parameters, gives parameters attributes that they are to
+            have, or calls `float` in other modules.
         ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
             returns something that cannot be returned.
     """
-    kept, left = kept or Kept(), {} if left is None else left  # the function fills it
-    thawed = set() if thawed is None else thawed
-    floats = Floats() if floats is None else floats
-    asked = _Asked(
-        *(function, model, leaves, canonical_names, known, kept, answers, left, thawed, replicas),
-        *(floats, former),
-    )
+    decided, answers = asked.decided, asked.answers
     while True:
         try:
             step, raises_at, decided_at = without_exception(
@@ -397,7 +380,7 @@ def capture_step(
 
     lines = set(told)
     harmless = set(filter(is_harmless, lines))
-    if known is None and lines - harmless:
+    if asked.known is None and lines - harmless:
         raise ValueNeededError(
             f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
             f"goes on in another way if not."
@@ -417,7 +400,9 @@ MOST_MASKS = 8
 """So often a way through a step function may ask for masks that decide."""
 
 
-def _captured(asked: _Asked, counts: Counts, asked_at: tuple[str, ...] | None = None) -> StepGraph:
+def _captured(
+    asked: ToCapture, counts: Counts, asked_at: tuple[str, ...] | None = None
+) -> StepGraph:
     """See `capture_step`, and `Answers` for lines that asked."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, known, canonical_names = asked.model, asked.known, asked.canonical_names

@@ -5,7 +5,7 @@ from torch import nn
 
 from mpxla.config import Config
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import capture_step
+from mpxla.graph.capture.step import ToCapture, capture_step
 from mpxla.runtime.plans.cut import cut_step
 from mpxla.runtime.plans.plan import StepPlan, compile_stages
 from mpxla.runtime.plans.scheduling import schedule_step
@@ -34,7 +34,7 @@ def plan_of(
         return loss
 
     names = {name: name for name in dict(model.named_parameters())}
-    graph = capture_step(step, model, [torch.zeros(3, 4)], names)
+    graph = capture_step(ToCapture(step, model, [torch.zeros(3, 4)], names))
     config = Config(
         pipeline_parallel_degree=num_stages,
         microbatches=NUM_MICROBATCHES,

@@ -184,7 +184,7 @@ def test_one_number_may_stand_for_all_dimensions():
 def operators_of_stage(is_host):
     from mpxla.config import Config
     from mpxla.graph.capture.recorder import current_recorder
-    from mpxla.graph.capture.step import capture_step
+    from mpxla.graph.capture.step import ToCapture, capture_step
     from mpxla.runtime.plans.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
@@ -198,7 +198,7 @@ def operators_of_stage(is_host):
         current_recorder().backward(loss, None)
         return loss
 
-    graph = capture_step(step, model, [torch.zeros(2, 3, 8, 8)], objects)
+    graph = capture_step(ToCapture(step, model, [torch.zeros(2, 3, 8, 8)], objects))
     (stage,) = cut_step(graph, Config(), make_lowering(True), {}, None).stages
     found = []
     for is_training in (True, False):

@@ -6,7 +6,7 @@ from torch import nn
 
 from mpxla.graph import cost
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.cost import MachineModel, build_problem
 from mpxla.graph.partition.words import NodeKind
 from mpxla.runtime.state import ModelState
@@ -24,7 +24,7 @@ def captured_step(model, is_training, dtype=torch.float32):
         return loss
 
     leaves = (TensorLeaf((4, 6), dtype),)
-    return capture_step(step, model, leaves, ModelState(model).canonical_names)
+    return capture_step(ToCapture(step, model, leaves, ModelState(model).canonical_names))
 
 
 def problem_of(model, is_training=True, machine=MACHINE):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.graph import indices
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.indices import find_index_uses, indices_of_inputs, with_extremes
 from mpxla.graph.stepgraph import OutputKind
 from mpxla.runtime.state import ModelState
@@ -50,10 +50,12 @@ def capture_all():
     model = nn.Identity()
     functions = [function for _, function in OPERATORS.values()]
     return capture_step(
-        lambda given: [function(x) for function, x in zip(functions, given, strict=True)],
-        model,
-        [leaf for leaf, _ in OPERATORS.values()],
-        ModelState(model).canonical_names,
+        ToCapture(
+            lambda given: [function(x) for function, x in zip(functions, given, strict=True)],
+            model,
+            [leaf for leaf, _ in OPERATORS.values()],
+            ModelState(model).canonical_names,
+        )
     )
 
 
@@ -101,9 +103,12 @@ def test_text_names_operator_module_line_and_range():
             return self.table(ids)
 
     model = Net()
-    step = capture_step(lambda given: F.cross_entropy(model(given[1]), given[0], ignore_index=-1),
-                        model, [TensorLeaf((3,), torch.int64)] * 2,
-                        ModelState(model).canonical_names)  # fmt: skip
+
+    def loss(given):
+        return F.cross_entropy(model(given[1]), given[0], ignore_index=-1)
+
+    leaves = [TensorLeaf((3,), torch.int64)] * 2
+    step = capture_step(ToCapture(loss, model, leaves, ModelState(model).canonical_names))
     good = torch.tensor([0, 3, -1])
     leaf, text = complaint(step, [good, torch.tensor([0, 7, 1])])
     assert leaf == 1
@@ -132,8 +137,8 @@ def test_values_of_parameters_floats_and_masks_are_left_to_the_programs():
 
     model = Net()
     leaves = [TensorLeaf((2, 9), torch.float32), TensorLeaf((2, 9), torch.bool)]
-    step = capture_step(lambda given: model(*given), model, leaves,
-                        ModelState(model).canonical_names)  # fmt: skip
+    names = ModelState(model).canonical_names
+    step = capture_step(ToCapture(lambda given: model(*given), model, leaves, names))
     assert len(find_index_uses(step)) == 3
     (check,) = indices_of_inputs(step)
     assert check.leaves == (1,)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpxla.errors import PartitionError
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.placement import check_placement, rank_of
 from mpxla.graph.stepgraph import module_path
 from mpxla.graph.user_code import line_of
@@ -63,7 +63,7 @@ def capture(model, around="nothing"):
         return loss
 
     leaves = [TensorLeaf((2, 4), torch.float32)]
-    return capture_step(step, model, leaves, ModelState(model).canonical_names)
+    return capture_step(ToCapture(step, model, leaves, ModelState(model).canonical_names))
 
 
 def linears(step):

@@ -7,7 +7,7 @@ from torch._decomp import decomposition_table
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.shapes import static_shapes, vector_norm
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import run
@@ -37,7 +37,9 @@ def test_a_norm_of_one_column_meets_a_vector():
         return (h.norm(dim=-1) - y).square().mean()
 
     step = capture_step(
-        lambda v: loss(model(v[0]), v[1]), model, leaves, ModelState(model).canonical_names
+        ToCapture(
+            lambda v: loss(model(v[0]), v[1]), model, leaves, ModelState(model).canonical_names
+        )
     )
     x, y = torch.randn(4, 2), torch.rand(4)
     (found,) = run(step, model, [x, y])

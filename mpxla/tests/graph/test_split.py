@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind
 from mpxla.runtime.state import ModelState
@@ -38,7 +38,7 @@ def captured(is_training=True):
         return loss
 
     leaves = (TensorLeaf((2, 4), torch.float32), TensorLeaf((2,), torch.int64))
-    return model, capture_step(step, model, leaves, ModelState(model).canonical_names)
+    return model, capture_step(ToCapture(step, model, leaves, ModelState(model).canonical_names))
 
 
 def assign(step, cuts, copies=()):

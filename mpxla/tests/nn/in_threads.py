@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from mpxla.comm.transport import Members
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.collectives import TENSOR_GROUP, is_collective
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, is_random
@@ -85,7 +85,7 @@ def lower(
     names = ModelState(rank.model).canonical_names
     ranks, transport = rank.group
     place = ranks.index(transport.rank), len(ranks)
-    captured = capture_step(step, rank.model, leaves, names)
+    captured = capture_step(ToCapture(step, rank.model, leaves, names))
     check_split_dims(captured, {n: (s.dim, s.blocks) for n, s in rank.shards.items()})
     captured = divide_losses(captured)
     captured = mark_varying(captured, rank.shards, *place)

@@ -9,7 +9,7 @@ from mpxla.tests.backends import backend_here
 def middle_stage(module, shape, for_speed=False):
     """The stage in the middle of three, which has inputs with gradients and parameters."""
     from mpxla.config import Config
-    from mpxla.graph.capture.step import capture_step
+    from mpxla.graph.capture.step import ToCapture, capture_step
     from mpxla.runtime.plans.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
@@ -34,7 +34,9 @@ def middle_stage(module, shape, for_speed=False):
         return loss
 
     leaf = torch.zeros(shape)
-    graph = capture_step(step, model, [leaf], objects | {n: n for n, _ in model.named_buffers()})
+    graph = capture_step(
+        ToCapture(step, model, [leaf], objects | {n: n for n, _ in model.named_buffers()})
+    )
     pins = {"model.first": 0, "model.middle": 1, "model.last": 2}
     config = Config(pipeline_parallel_degree=3, auto_partition=False, default_partition=0)
     cut = cut_step(graph, config, backend_here().lowering, pins, None)

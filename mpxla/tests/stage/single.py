@@ -61,7 +61,7 @@ def differences(
 def _lowered(model, x):
     from mpxla.config import Config
     from mpxla.graph.capture.recorder import current_recorder
-    from mpxla.graph.capture.step import capture_step
+    from mpxla.graph.capture.step import ToCapture, capture_step
     from mpxla.runtime.plans.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
@@ -71,7 +71,7 @@ def _lowered(model, x):
         return loss
 
     names = {name: name for name, _ in model.named_parameters()}
-    graph = capture_step(step, model, [x], names)
+    graph = capture_step(ToCapture(step, model, [x], names))
     config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
     lowering = backend_here().lowering
     cut = cut_step(graph, config, lowering, {}, None)

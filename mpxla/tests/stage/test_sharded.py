@@ -10,7 +10,7 @@ from mpxla.comm.transport import Members
 from mpxla.config import Config
 from mpxla.device.eager import EagerBackend
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import capture_step
+from mpxla.graph.capture.step import ToCapture, capture_step
 from mpxla.graph.collectives import is_collective
 from mpxla.runtime.plans.cut import cut_step
 from mpxla.stage.collective import CollectiveRunner
@@ -43,7 +43,7 @@ def captured(model, ids, autocast=False, pins=(), stage=0):
 
     names = {n: n for n, _ in model.named_parameters(remove_duplicate=False)}
     names["head.weight"] = "embedding.weight"
-    graph = capture_step(step, model, [ids], names)
+    graph = capture_step(ToCapture(step, model, [ids], names))
     degree = 2 if pins else 1
     config = Config(pipeline_parallel_degree=degree, auto_partition=False, default_partition=0)
     placed = dict.fromkeys(pins, 1)

@@ -14,7 +14,7 @@ from torch import nn
 from mpxla.config import Config
 from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import capture_step
+from mpxla.graph.capture.step import ToCapture, capture_step
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.plans.cut import CutStep, cut_step
 from mpxla.runtime.plans.plan import compile_stages
@@ -62,7 +62,7 @@ class LocalStep:
                 current_recorder().backward(objective, None)
             return tuple(results)
 
-        graph = capture_step(step, model, leaves, names)
+        graph = capture_step(ToCapture(step, model, leaves, names))
         config = Config(
             pipeline_parallel_degree=num_stages,
             auto_partition=False,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 
 pytestmark = pytest.mark.unit
 
@@ -73,7 +73,7 @@ def captured(function, kind=None):
     try:
         if kind:
             set_autocast(kind, True, torch.float16)
-        graph = capture_step(step, model, [X], names)
+        graph = capture_step(ToCapture(step, model, [X], names))
     finally:
         set_autocast("cuda", *before)
     (output,) = [node for node in graph.graph.nodes if node.op == "output"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.stepgraph import InputKind, OutputKind, is_random
 from mpxla.runtime.state import ModelState
 
@@ -24,7 +24,9 @@ LABELS = TensorLeaf((4,), torch.int64)
 
 
 def capture(model, function, *leaves):
-    return capture_step(function, model, leaves or (FLOATS,), ModelState(model).canonical_names)
+    return capture_step(
+        ToCapture(function, model, leaves or (FLOATS,), ModelState(model).canonical_names)
+    )
 
 
 def backward(tensors, grads=None):

@@ -15,10 +15,10 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import step as capture
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.stepgraph import LeftFlag, OutputKind
 from mpxla.graph.user_code import until_captured
-from mpxla.kept import open_kept
+from mpxla.kept import Kept, open_kept
 from mpxla.runtime.state import ModelState
 from mpxla.runtime.ways import problem_of_flags
 from mpxla.tests.graph.capture.test_capture import outputs_of
@@ -267,12 +267,14 @@ def built(case):
     return build(), function, (torch.randn(4, 6), torch.randn(4, 6))
 
 
-def captured(model, function, kept=None):
+def captured(model, function, kept=Kept()):  # noqa: B008 - it keeps nothing
     def run(leaves):
         function(model, *leaves, current_recorder().backward)
 
     names, thawed = ModelState(model).canonical_names, set()
-    return until_captured(lambda: capture_step(run, model, LEAVES, names, kept=kept, thawed=thawed))
+    return until_captured(
+        lambda: capture_step(ToCapture(run, model, LEAVES, names, kept=kept, thawed=thawed))
+    )
 
 
 def flags_of(model):

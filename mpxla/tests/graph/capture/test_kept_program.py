@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpxla.graph.capture import step as capture
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.fingerprint import fingerprint, layouts
 from mpxla.graph.regions import region_of
 from mpxla.graph.stepgraph import describe, module_path
@@ -48,7 +48,9 @@ def captured(kept, model=None, power=2, trains=True):
         return loss, {"x": x.mT if trains else 7}
 
     names = ModelState(model).canonical_names
-    return capture_step(step, model, [TensorLeaf((5, 4), torch.float32)], names, kept=kept)
+    return capture_step(
+        ToCapture(step, model, [TensorLeaf((5, 4), torch.float32)], names, kept=kept)
+    )
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def refuse(*_):
 
 
 def test_an_earlier_starts_graph(kept, monkeypatch):
-    plain, before = captured(None), captured(kept)
+    plain, before = captured(Kept()), captured(kept)
     monkeypatch.setattr(capture, "functionalize", refuse)
     monkeypatch.setattr(capture, "functional_step", refuse)
     after = captured(kept)
@@ -124,7 +126,7 @@ def test_another_trace_finds_nothing(kept, other):
     found = kept.num_found
     step = other(kept)
     assert kept.num_found == found
-    assert rows(step) == rows(other(None))
+    assert rows(step) == rows(other(Kept()))
 
 
 def test_regions_of_the_caller_count(kept):
@@ -132,7 +134,7 @@ def test_regions_of_the_caller_count(kept):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step = captured(kept)
         assert kept.num_found == 0
-        assert rows(step) == rows(captured(None))
+        assert rows(step) == rows(captured(Kept()))
 
 
 def test_what_cannot_be_read_is_made_anew(kept, caplog, monkeypatch):
@@ -160,7 +162,7 @@ def test_code_of_the_user_is_not_kept(kept, caplog):
 
     names = ModelState(model).canonical_names
     for _ in range(2):
-        capture_step(step, model, [TensorLeaf((5, 4), torch.float32)], names, kept=kept)
+        capture_step(ToCapture(step, model, [TensorLeaf((5, 4), torch.float32)], names, kept=kept))
     assert (kept.num_found, kept.num_added) == (0, 0)
 
 
@@ -172,6 +174,8 @@ def test_steps_under_vmap_are_not_kept(kept):
     def step(leaves):
         return torch.vmap(lambda row: model(row).tanh())(leaves[0])
 
-    found, plain = (capture_step(step, model, leaves, names, kept=k) for k in (kept, None))
+    found, plain = (
+        capture_step(ToCapture(step, model, leaves, names, kept=k)) for k in (kept, Kept())
+    )
     assert (kept.num_found, kept.num_added) == (0, 0)
     assert rows(found) == rows(plain)

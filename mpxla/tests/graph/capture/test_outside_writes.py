@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.runtime.state import ModelState
 
 pytestmark = pytest.mark.unit
@@ -41,4 +41,4 @@ def test_they_are_refused_with_the_line_and_what_to_do(write):
     text = r"no DistributedModel holds at .*outside_writes\.py:\d+: (MEAN|TEACHER).*register_buffer"
     with pytest.raises(CaptureError, match=text):
         names = ModelState(model).canonical_names
-        capture_step(step, model, [TensorLeaf((4, 6), torch.float32)], names)
+        capture_step(ToCapture(step, model, [TensorLeaf((4, 6), torch.float32)], names))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import run
 
@@ -47,7 +47,9 @@ def captured(function):
     model = nn.Linear(4, 4)
     leaves = TensorLeaf((4, 4), torch.float32), TensorLeaf((), torch.int64)
     names = ModelState(model).canonical_names
-    return model, capture_step(lambda v: function(model(v[0]), v[1]), model, leaves, names)
+    return model, capture_step(
+        ToCapture(lambda v: function(model(v[0]), v[1]), model, leaves, names)
+    )
 
 
 @pytest.mark.parametrize("function", [read, follow, write])

@@ -14,7 +14,7 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.stepgraph import Check
 from mpxla.runtime.state import ModelState
 from mpxla.tests.clients import logged
@@ -401,7 +401,7 @@ def capture(function, labels=None):
 
     def attempt(known: Known | None):
         kinds.append(known)
-        return capture_step(step, model, leaves, names, known)
+        return capture_step(ToCapture(step, model, leaves, names, known))
 
     return model, with_values_if_needed(attempt, lambda: values), kinds[-1]
 

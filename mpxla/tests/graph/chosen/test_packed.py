@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import (
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.capture.torch_parts import torchs_recurrences
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import outputs_of
@@ -280,7 +280,7 @@ def capture(function):
         TensorLeaf((4,), torch.int64),
         TensorLeaf((4, 6), torch.int64),
     )
-    return model, capture_step(step, model, leaves, ModelState(model).canonical_names)
+    return model, capture_step(ToCapture(step, model, leaves, ModelState(model).canonical_names))
 
 
 def numbers(model, value):

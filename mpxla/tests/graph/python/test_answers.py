@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpxla.graph.capture.known import with_values_if_needed
-from mpxla.graph.capture.step import capture_step
+from mpxla.graph.capture.step import ToCapture, capture_step
 from mpxla.graph.user_code import ValueNeededError
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import FLOATS, run
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.unit
 def captured(model, function, *answers):
     names = ModelState(model).canonical_names
     return capture_step(
-        lambda leaves: function(model, leaves[0]), model, (FLOATS,), names, answers=answers
+        ToCapture(
+            lambda leaves: function(model, leaves[0]), model, (FLOATS,), names, answers=answers
+        )
     )
 
 

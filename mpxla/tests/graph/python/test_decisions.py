@@ -9,7 +9,7 @@ from torch import nn
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.known import Known
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.capture.test_capture import run
 
@@ -83,7 +83,9 @@ def captured(function, ids):
     leaves = TensorLeaf((3, 4), torch.float32), TensorLeaf((3,), torch.int64)
     known = Known((x, torch.tensor(ids)), decide_sizes=True)
     names = ModelState(model).canonical_names
-    step = capture_step(lambda v: function(model(v[0]), v[1]), model, leaves, names, known)
+    step = capture_step(
+        ToCapture(lambda v: function(model(v[0]), v[1]), model, leaves, names, known)
+    )
     return model, x, step
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.graph.python.floats import Floats
 from mpxla.graph.user_code import until_captured
 from mpxla.runtime.state import ModelState
@@ -131,7 +131,9 @@ def captured(function):
     def step(leaves):
         return function(model(leaves[0]))
 
-    found = until_captured(lambda: capture_step(step, model, [leaf], names, floats=floats))
+    found = until_captured(
+        lambda: capture_step(ToCapture(step, model, [leaf], names, floats=floats))
+    )
     return model, step, found
 
 

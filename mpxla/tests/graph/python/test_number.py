@@ -9,7 +9,7 @@ from torch import nn
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.recorder import current_recorder
-from mpxla.graph.capture.step import NumberLeaf, TensorLeaf, capture_step
+from mpxla.graph.capture.step import NumberLeaf, TensorLeaf, ToCapture, capture_step
 from mpxla.graph.python.number import Number
 from mpxla.runtime.state import ModelState
 
@@ -61,7 +61,7 @@ def capture(*functions):
         return [function(h, number) for function in functions], number
 
     leaves = [TensorLeaf((3, 4), torch.float32), NumberLeaf((), torch.float64, 0.5)]
-    return model, capture_step(step, model, leaves, ModelState(model).canonical_names)
+    return model, capture_step(ToCapture(step, model, leaves, ModelState(model).canonical_names))
 
 
 def test_one_program_for_all_values():
@@ -134,7 +134,7 @@ def test_what_is_read_computes(function):
         return function(h, leaves[1])
 
     leaves = [TensorLeaf((5, 4), torch.float32), TensorLeaf((5,), torch.int64)]
-    found = capture_step(step, model, leaves, ModelState(model).canonical_names)
+    found = capture_step(ToCapture(step, model, leaves, ModelState(model).canonical_names))
     program, x = torch.fx.GraphModule(nn.Module(), found.graph), torch.randn(5, 4)
     given = dict(model.named_parameters()) | {0: x, 1: y}
     with torch.no_grad():
@@ -167,4 +167,4 @@ def test_the_value_of_what_is_read_is_not_there(read):
     model = nn.Linear(4, 4)
     leaves, names = [TensorLeaf((3, 4), torch.float32)], ModelState(model).canonical_names
     with pytest.raises(CaptureError, match=r"depends on a tensor's value in Python at .*number.py"):
-        capture_step(lambda leaves: read(model(leaves[0])), model, leaves, names)
+        capture_step(ToCapture(lambda leaves: read(model(leaves[0])), model, leaves, names))

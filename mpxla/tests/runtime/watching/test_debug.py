@@ -10,7 +10,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import CaptureError
-from mpxla.graph.capture.step import TensorLeaf, capture_step
+from mpxla.graph.capture.step import TensorLeaf, ToCapture, capture_step
 from mpxla.tests.ranks.run import run_ranks
 
 STAGES = 2
@@ -51,7 +51,9 @@ def captured(function, *shapes):
     leaves = [TensorLeaf(shape, torch.float32) for shape in shapes]
     with contextlib.redirect_stdout(heard):
         graph = capture_step(
-            lambda leaves: function(net, *leaves), net, leaves, {n: n for n in net.state_dict()}
+            ToCapture(
+                lambda leaves: function(net, *leaves), net, leaves, {n: n for n in net.state_dict()}
+            )
         )
     return heard.getvalue(), graph
 
