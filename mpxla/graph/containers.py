@@ -88,29 +88,36 @@ def refuse_hidden_tensors(leaf: Any) -> None:
 
 _NEW = object.__new__, SimpleNamespace.__new__
 """Of classes whose objects hold nothing but attributes."""
-_NO_DATA = nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
-"""Objects around a model, from which all of it would be walked, by every path."""
+_NO_DATA = nn.Module, torch.optim.Optimizer
+"""Objects that a step may return and leave, but not others of their kind with other tensors."""
 _Kind = Callable[[Any], dict[Any, Any] | None]
 
 
-def _opened(tree: Any, kinds: Sequence[_Kind], within: tuple[int, ...] = ()) -> Any:
-    """Opens what one of `kinds` finds items in; not what is in itself, as one of `within`."""
+def _opened(tree: Any, kinds: Sequence[_Kind]) -> Any:
+    """Opens what one of `kinds` finds items in, each object once; not what is in itself."""
+    known: dict[int, tuple[Any, Any]] = {}  # with the objects, whose ids others must not get
 
     def opened(leaf: Any) -> Any:
         items = next((found for kind in kinds if (found := kind(leaf)) is not None), None)
-        if items is None or id(leaf) in within:
+        if items is None:
             return leaf
-        values = [_opened(value, kinds, (*within, id(leaf))) for value in items.values()]
-        node = _Opened(type(leaf), tuple(items), values)
-        is_container = isinstance(leaf, Mapping | AbstractSet)
-        return node if is_container or any(map(_is_data, pytree.tree_leaves(node))) else leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = leaf, leaf
+            node = _Opened(type(leaf), tuple(items), [*map(walked, items.values())])
+            is_container = isinstance(leaf, Mapping | AbstractSet)
+            if is_container or any(map(_is_data, pytree.tree_leaves(node))):
+                known[id(leaf)] = leaf, node
+        return known[id(leaf)][1]
 
-    # Opened ones stay: mapping over a node would close it again.
-    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda node: isinstance(node, _Opened))
-    new = [opened(leaf) for leaf in leaves]
-    if all(leaf is before for leaf, before in zip(new, leaves, strict=True)):
-        return tree  # as nearly always: to build it anew takes as long as to look
-    return pytree.tree_unflatten(new, structure)
+    def walked(tree: Any) -> Any:
+        # Opened ones stay: mapping over a node would close it again.
+        leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda n: isinstance(n, _Opened))
+        new = [opened(leaf) for leaf in leaves]
+        if all(leaf is before for leaf, before in zip(new, leaves, strict=True)):
+            return tree  # as nearly always: to build it anew takes as long as to look
+        return pytree.tree_unflatten(new, structure)
+
+    return walked(tree)
 
 
 def _in_mapping(leaf: Any) -> dict[Any, Any] | None:

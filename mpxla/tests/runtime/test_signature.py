@@ -105,6 +105,10 @@ def test_an_opened_object_is_a_container():
 def test_objects_without_tensors_and_modules_stay_closed():
     for value in (Namespace(a=1), nn.Linear(1, 1), [torch.ones(1)], torch.ones(1), len, 3):
         assert open_object(value) is value
+    tree = Namespace()
+    for _ in range(60):  # there are more ways to the root than could be gone
+        tree = Namespace(left=tree, right=tree)
+    assert open_object(tree) is tree
 
 
 @pytest.mark.parametrize(
