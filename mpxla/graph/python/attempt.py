@@ -134,7 +134,7 @@ class Attempt:
         known = self._told_apart(
             {n: r for n, r in found.items() if n in names and not names[n] and _is_open(r.value)}
         )
-        places = {name: RecordRead.of(read) for name, read in known.items()}
+        places = {name: RecordRead.at(read) for name, read in known.items()}
         for read in containers:
             held = read.content
             if names.get(read.name) and isinstance(held, (list, deque)):

@@ -402,8 +402,7 @@ class AttributeLog:
             is_open = is_simple(before) or place[0] not in self.carrying
             is_plain = is_simple(last) and not is_number(last)
             if is_user and is_open and is_plain and not self._is_read(place):
-                read = self._written_read(place)
-                found.append(WrittenRead(read.name, before, read.now, put=read.put, left=last))
+                found.append(WrittenRead.at(self._written_read(place), left=last))
         return found
 
     def places(self) -> list[Read]:

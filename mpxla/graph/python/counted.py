@@ -12,7 +12,7 @@ This module must not know how a step is captured or run.
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -65,11 +65,6 @@ def as_count(name: str, value: Any) -> Count | None:
 @dataclass(frozen=True, eq=False)
 class FollowedRead(Read):
     """A place whose value is known before every microbatch: a change is none to others."""
-
-    @classmethod
-    def of(cls, read: Read) -> Self:
-        """The place of another read."""
-        return cls(read.name, read.value, read.now, read.names, read.put)
 
     def change(self) -> Change | None:
         """Never one."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,11 +65,6 @@ class RecordRead(Read):
     start: Any = MISSING
     recorded: Recorded | None = None
     first: Recorded | None = None
-
-    @classmethod
-    def of(cls, read: Read, is_more: bool = False) -> Self:
-        """The place of another read."""
-        return cls(read.name, read.value, read.now, read.names, read.put, is_more=is_more)
 
     def change(self) -> Change | None:
         """Whether the program cannot go on from what is there."""
@@ -189,7 +184,7 @@ def _warn_of_large(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _of(read: Read, value: Any, is_more: bool = False) -> LeftNumber:
-    return LeftNumber(RecordRead.of(read, is_more), value)
+    return LeftNumber(RecordRead.at(read, is_more=is_more), value)
 
 
 def _in_container(

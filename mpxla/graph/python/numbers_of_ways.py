@@ -93,8 +93,8 @@ def numbers_of_way(
     """
     found = {one.name: one for one in first.step.recorded}
     computed = {name: read for name, read in first.computed.items() if name in found}
-    counted = {name: RecordRead.of(read) for name, read in first.counted().items()}
-    changed = {name: RecordRead.of(read) for name, read in first.states_changed().items()}
+    counted = {name: RecordRead.at(read) for name, read in first.counted().items()}
+    changed = {name: RecordRead.at(read) for name, read in first.states_changed().items()}
     names.are_more |= {name: read.is_more for name, read in computed.items()}
     names.are_more |= dict.fromkeys(first.numbers(()).keys() | changed.keys(), False)
     places = first.places(names.are_more) | counted | changed | computed
@@ -135,7 +135,7 @@ def numbers_of_way(
                 restore(again.log, again.outer)
                 refill()
                 return None
-            reads.append(DecidingRead(name, read.value, read.now, read.names, read.put))
+            reads.append(DecidingRead.at(read))
             now = read.now()
             if read.put is not None and change("", read.value, plain(now, read.names)) is not None:
                 one = Recorded.of_value(name, now)

@@ -24,7 +24,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -147,6 +147,11 @@ class Read:
     names: Set[str] = frozenset()
     put: Callable[[Any], None] | None = None
     whole: Callable[[], Any] | None = None
+
+    @classmethod
+    def at(cls, read: "Read", **more: Any) -> Self:
+        """Of the place of another read."""
+        return cls(read.name, read.value, read.now, read.names, read.put, **more)
 
     @property
     def content(self) -> Any:

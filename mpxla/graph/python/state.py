@@ -186,7 +186,7 @@ class PythonState:
                 for name, read in first.given.items():
                     if first.log.is_read(name):
                         kind = StateRead if is_state(read.value) else CountRead
-                        more[name] = kind.of(read)
+                        more[name] = kind.at(read)
             more = {name: read for name, read in more.items() if name not in self._of_model}
             if more and not self._followed:
                 more |= _all_of(StateRead, first.begun())
@@ -219,7 +219,7 @@ class PythonState:
         """
         ids = {id(tensor) for tensor in error.written}
         found = {
-            read.name: replace(RecordRead.of(read), is_in_place=True)
+            read.name: RecordRead.at(read, is_in_place=True)
             for read in reads
             if read.put is not None and id(read.now()) in ids and read.name not in self._written
         }
@@ -462,7 +462,7 @@ class PythonState:
             raise _CacheError
         if self._followed or any(map(_is_mode, names)):  # which loops set back before every step
             self._follow(first, names)
-        return [OnceRead(read.name, read.value, read.now) for read in flags], again
+        return [OnceRead.at(read) for read in flags], again
 
     def _memos(self, first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
         """Captures with what the step has left in containers of plain values.
@@ -504,7 +504,7 @@ class PythonState:
 
 
 def _all_of(kind: type[FollowedRead], reads: dict[str, Read]) -> dict[str, FollowedRead]:
-    return {name: kind.of(read) for name, read in reads.items()}
+    return {name: kind.at(read) for name, read in reads.items()}
 
 
 def _as_it_is(read: Read) -> Read:
