@@ -22,8 +22,8 @@ from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
 from mpxla.stage.host import as_traced
-from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, annotate, split_graph
-from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces
+from mpxla.stage.pieces import Piece, annotate, split_graph
+from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces, kinds
 from mpxla.stage.replacements import SHARED
 from mpxla.stage.spec import TensorSpec
 
@@ -108,10 +108,6 @@ def _has_nan(value: Any) -> bool:
     return any(bool(t.isnan().any()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 
-def _kind_of(node: fx.Node) -> type[Piece]:
-    return CollectivePiece if is_collective(node) else ComputePiece
-
-
 def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Results with memory of their own: the user may change one in place (gradients are)."""
     taken = {t.untyped_storage().data_ptr() for t in given}
@@ -149,7 +145,7 @@ class EagerBackend(TensorBuffers, Alone):
         if not any(map(is_collective, graph.graph.nodes)):
             return EagerExecutable(name, graph)
         annotate(graph, inputs)
-        plan = split_graph(graph, _kind_of)
+        plan = split_graph(graph, kinds(name, lambda node: True))
 
         def compile_piece(title: str, number: int, piece: Piece) -> EagerExecutable:
             return EagerExecutable(name, piece.module)

@@ -8,13 +8,41 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from mpxla.comm.transport import Groups
+from mpxla.errors import LoweringError
+from mpxla.graph.collectives import is_collective
+from mpxla.graph.stepgraph import describe
 from mpxla.stage.collective import CollectiveRunner
-from mpxla.stage.host import HostRunner
-from mpxla.stage.pieces import CollectivePiece, HostPiece, Piece, PieceList
+from mpxla.stage.host import HostRunner, has_kernel
+from mpxla.stage.pieces import CollectivePiece, ComputePiece, HostPiece, Piece, PieceList
 
-__all__ = ["PiecewiseExecutable", "in_pieces"]
+__all__ = ["PiecewiseExecutable", "in_pieces", "kinds"]
+
+
+def kinds(
+    name: str, is_on_device: Callable[[fx.Node], bool], lacking: str = ""
+) -> Callable[[fx.Node], type[Piece]]:
+    """What runs each node of a program, for `split_graph`; what the device cannot, the host does.
+
+    It raises LoweringError of what nothing runs, with what is `lacking` on the device.
+    """
+
+    def kind_of(node: fx.Node) -> type[Piece]:
+        if is_collective(node):
+            return CollectivePiece
+        if is_on_device(node):
+            return ComputePiece
+        if not has_kernel(node.target):
+            raise LoweringError(
+                f"{name}: {describe(node)} can run neither on the device nor on the host: "
+                f"{lacking}PyTorch has no kernel of it for the CPU. Write it with other operators, "
+                f"or register a kernel."
+            )
+        return HostPiece
+
+    return kind_of
 
 
 class PiecewiseExecutable:

@@ -42,22 +42,13 @@ from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
 from mpxla.device.views import assign, num_holders
 from mpxla.env import read_environment, set_variables
-from mpxla.errors import ConfigError, LoweringError, MpxlaError
+from mpxla.errors import ConfigError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.fingerprint import described
-from mpxla.graph.stepgraph import describe
 from mpxla.kept import Kept, kind_of_processor
 from mpxla.log import get_logger
-from mpxla.stage.host import has_kernel
-from mpxla.stage.pieces import (
-    CollectivePiece,
-    ComputePiece,
-    HostPiece,
-    Piece,
-    annotate,
-    split_graph,
-)
-from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces
+from mpxla.stage.pieces import Piece, annotate, split_graph
+from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces, kinds
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PjrtBackend"]
@@ -160,7 +151,8 @@ class PjrtBackend(Alone):
             fused = fuse(name, graph, inputs, groups or {}, COLLECTIVES, self.put)
             if fused is not None:
                 return fused
-        plan = split_graph(graph, functools.partial(_kind_of, name))
+        lacking = "it has no jax function, PyTorch does not write it with other operators, and "
+        plan = split_graph(graph, kinds(name, lambda node: is_known(node.target), lacking))
         taken = plan.donated(donated)
 
         def compile_piece(title: str, number: int, piece: Piece) -> Any:
@@ -337,20 +329,6 @@ def _without_torch_xla() -> Callable[[], None]:
         set_variables(before)
 
     return undo
-
-
-def _kind_of(program: str, node: fx.Node) -> type[Piece]:
-    if is_collective(node):
-        return CollectivePiece
-    if is_known(node.target):
-        return ComputePiece
-    if not has_kernel(node.target):
-        raise LoweringError(
-            f"{program}: {describe(node)} can run neither on the device nor on the host: it has "
-            f"no jax function, PyTorch does not write it with other operators, and has no kernel "
-            f"of it for the CPU. Write it with other operators, or register a kernel."
-        )
-    return HostPiece
 
 
 def _named_platforms() -> str | None:

@@ -33,17 +33,9 @@ from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.collectives import is_collective
-from mpxla.graph.stepgraph import describe, place
-from mpxla.stage.host import has_kernel
-from mpxla.stage.pieces import (
-    CollectivePiece,
-    ComputePiece,
-    HostPiece,
-    Piece,
-    annotate,
-    split_graph,
-)
-from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces
+from mpxla.graph.stepgraph import place
+from mpxla.stage.pieces import Piece, annotate, split_graph
+from mpxla.stage.piecewise import PiecewiseExecutable, in_pieces, kinds
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Executable", "compile_graph", "num_compilations"]
@@ -226,7 +218,7 @@ def _compile_in_pieces(
 
     while True:
         try:
-            plan = split_graph(module, _kind_of)
+            plan = split_graph(module, kinds(name, _runs))
             return in_pieces(name, plan, compile_piece, groups, host_view, put)
         except Exception as error:  # torch_xla raises anything
             _recover()
@@ -234,17 +226,8 @@ def _compile_in_pieces(
                 raise _as_lowering_error(name, error) from error
 
 
-def _kind_of(node: fx.Node) -> type[Piece]:
-    if is_collective(node):
-        return CollectivePiece
-    if not needs_host(node) and not _is_complex(node):
-        return ComputePiece
-    if not has_kernel(node.target):
-        raise LoweringError(
-            f"{describe(node)} can run neither on the XLA device nor on the host: PyTorch has no "
-            f"kernel of it for the CPU. Write it with other operators, or register a kernel."
-        )
-    return HostPiece
+def _runs(node: fx.Node) -> bool:
+    return not needs_host(node) and not _is_complex(node)
 
 
 def _is_complex(node: fx.Node) -> bool:
