@@ -5,7 +5,7 @@ the plain single-process model or optimizer would give. Values are host tensors.
 (SMP API reference, `state_dict`, `local_state_dict`, `load_state_dict`.)
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +156,10 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     for part in parts:
         state.update(part["state"])
     gone = gone_of(parts)
-    groups = [_without(group, gone) for group in parts[0]["param_groups"]]
+    groups = [
+        _only(group, [position for position in group["params"] if position not in gone])
+        for group in parts[0]["param_groups"]
+    ]
     held = {position for part in parts for position in part.get(HELD_KEY, ())}
     missing = [p for group in groups for p in group["params"] if p not in held]
     if missing and all(HELD_KEY in part for part in parts):
@@ -176,15 +179,13 @@ def gone_of(parts: Sequence[Mapping[str, Any]]) -> set[int]:
     return gone - {position for part in parts for position in part.get(HELD_KEY, ())}
 
 
-def _without(group: Mapping[str, Any], gone: Set[int]) -> dict[str, Any]:
-    """A param group without some positions."""
-    params = group["params"]
-    named = {
-        key: [name for name, p in zip(group[key], params, strict=True) if p not in gone]
-        for key in ("param_names",)
-        if key in group
-    }
-    return {**group, **named, "params": [p for p in params if p not in gone]}
+def _only(group: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """A param group with some of its positions."""
+    names: dict[str, list[str]] = {}
+    if "param_names" in group:
+        name_of = dict(zip(group["params"], group["param_names"], strict=True))
+        names = {"param_names": [name_of[position] for position in kept]}
+    return {**group, **names, "params": list(kept)}
 
 
 def numbered(full: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,18 +238,6 @@ def pick_optimizer_state(
 
     Positions, for every param group those to keep, count over all parameters.
     """
-    state = {key: value for key, value in full["state"].items() if not isinstance(key, int)}
-    groups: list[dict[str, Any]] = []
-    count = 0
-    for group, kept in zip(full["param_groups"], positions, strict=True):
-        numbers = list(range(count, count + len(kept)))
-        count += len(kept)
-        names = {}
-        if "param_names" in group:
-            name_of = dict(zip(group["params"], group["param_names"], strict=True))
-            names = {"param_names": [name_of[position] for position in kept]}
-        groups.append({**group, **names, "params": numbers})
-        for number, position in zip(numbers, kept, strict=True):
-            if position in full["state"]:
-                state[number] = full["state"][position]
-    return {"state": state, "param_groups": groups}
+    pairs = zip(full["param_groups"], positions, strict=True)
+    groups = [_only(group, kept) for group, kept in pairs]
+    return numbered({"state": full["state"], "param_groups": groups})
