@@ -69,17 +69,13 @@ def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
     constants = [*first.log.constants(with_unread=True), *constants_of(first.outer)]
     changed = first.changed()
     made = {name: read.now() for name, read in changed.items() if has_attributes(read.now())}
-    fakes = [found for value in made.values() for found in fakes_in(value)]
+    fakes = [place for value in made.values() for place in fakes_in(value)]
     with _constants_given(constants):
-        for table, key, fake in fakes:
-            table[key] = torch.ones(fake.shape, dtype=fake.dtype)
         try:
-            again = capture()
+            with _constants_given(constants_of(fakes)):
+                again = capture()
         except Exception:  # of these values
             return set()
-        finally:
-            for table, key, fake in fakes:
-                table[key] = fake
         names = set(again.changed())
         restore(again.log, again.outer)
     return {n for n in names if n in changed or n.rpartition(".")[0] in made}

@@ -15,6 +15,7 @@ This module must not know how a step is captured.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import getitem, setitem
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.python.held_objects import Held, contents_of, has_attributes
-from mpxla.graph.python.plain import MISSING
+from mpxla.graph.python.plain import MISSING, Read
 from mpxla.graph.user_code import AgainError
 
 __all__ = ["fakes_in", "keep_made"]
@@ -82,11 +83,11 @@ def keep_made(
         raise AgainError(f"{owner.name}.{place[1]}", partial(_put, owner, place[1], value))
 
 
-def fakes_in(value: Any) -> list[tuple[Any, Any, FakeTensor]]:
-    """Tensors of a capture in an object: what holds them, under which key."""
+def fakes_in(value: Any) -> list[Read]:
+    """Places in an object that have got tensors of a capture."""
     entries = _entries_in(value, {}) or []
     return [
-        (table, key, inner)
+        Read(f"{key}", None, partial(getitem, table, key), put=partial(setitem, table, key))
         for table, key, inner in entries
         if isinstance(inner, FakeTensor) and not isinstance(table, tuple)
     ]

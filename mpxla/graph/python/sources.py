@@ -205,22 +205,19 @@ def iterators_refused(reached: Sequence[Place]) -> Generator[None]:
     loader: Any = DataLoader
     original = loader.__iter__
     own = threading.get_ident()
-    found = ((place, place.put) for place in reached if _is_iterator(place.value))
-    iterators = [(place, put) for place, put in found if put is not None]
 
     def refuse(self: Any) -> Any:
         if threading.get_ident() != own or current_recorder() is None:
             return original(self)  # a thread that loads data meanwhile
         raise _refusal(f"a {type(self).__name__}")
 
-    try:
-        for place, put in iterators:
-            put(_Refusing(f"the iterator {place.name}"))
-        with exchanged(loader, __iter__=refuse):
-            yield
-    finally:
-        for place, put in iterators:
-            put(place.value)
+    with contextlib.ExitStack() as stack:
+        for place in reached:
+            if place.put is not None and _is_iterator(place.value):
+                stack.callback(place.put, place.value)
+                place.put(_Refusing(f"the iterator {place.name}"))
+        stack.enter_context(exchanged(loader, __iter__=refuse))
+        yield
 
 
 def argument_of_capture(value: Any, path: str, draws: Draws | None) -> Any:
