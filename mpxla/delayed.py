@@ -330,10 +330,10 @@ def build_delayed() -> Generator[None]:
         if parameter is not None and recording.knows(parameter):
             registered.append(parameter)
 
-    handle = register_module_parameter_registration_hook(note)
+    noting = register_module_parameter_registration_hook(note)
     _active.append(recording)
     try:
-        with _Recorder(recording), _LikeOrdinary(recording):
+        with noting, _Recorder(recording), _LikeOrdinary(recording):
             yield
     except MpxlaError:
         raise
@@ -347,7 +347,6 @@ def build_delayed() -> Generator[None]:
         ) from error
     finally:
         _active.pop()
-        handle.remove()
     recording.parameters = [(parameter, parameter._version) for parameter in registered]
     _recordings.append(recording)
 

@@ -1,4 +1,4 @@
-"""Attributes of classes and modules of other packages, and tables, that are others for a while."""
+"""Attributes, mostly of what other packages have, and tables, that are others for a while."""
 
 import contextlib
 from collections.abc import Generator
@@ -11,7 +11,7 @@ _NONE = object()
 
 @contextlib.contextmanager
 def exchanged(owner: Any, **values: Any) -> Generator[None]:
-    """Puts other values in the place of attributes of a class or module; undone on exit."""
+    """Puts other values in the place of attributes of a class, module or object; undone on exit."""
     before = {name: vars(owner).get(name, _NONE) for name in values}
     try:
         for name, value in values.items():

@@ -5,6 +5,7 @@ schedules. Executions are asynchronous: a handler starts a program and goes on. 
 for messages that have not arrived when a program needs them.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -163,11 +164,8 @@ class Executor:
             return
         assert self._backend is not None, "who runs such schedules gives it"
         note = None if step.recorder is None else step.recorder.note_copy
-        step.copies = HostCopies(step.values, self._backend, note)
-        try:
+        with contextlib.closing(HostCopies(step.values, self._backend, note)) as step.copies:
             self._run_all(actions, step, offloads_done(actions))
-        finally:
-            step.copies.close()
 
     def _run_all(
         self, actions: Sequence[Action], step: StepRun, done: Mapping[int, Sequence[Action]]

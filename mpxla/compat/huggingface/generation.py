@@ -10,6 +10,7 @@ from typing import Any
 from mpxla.compat.huggingface.metrics import OutsideOfSteps
 from mpxla.compat.huggingface.training import compute_outside
 from mpxla.compat.patching import Patches
+from mpxla.graph.exchanged import exchanged
 from mpxla.log import warn_once
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.whole import whole_copy
@@ -53,10 +54,7 @@ def patch_generation(module: ModuleType, patches: Patches) -> None:
                 "predict_with_generate=True: a copy of the whole model generates on the host.",
             )
             setattr(self, _COPY, whole_copy(model, current()).eval())
-        own, self.model = self.model, getattr(self, _COPY)
-        try:
+        with exchanged(self, model=getattr(self, _COPY)):
             return step(self, self.model, inputs, prediction_loss_only, **kwargs)
-        finally:
-            self.model = own
 
     step = patches.replace(module.Seq2SeqTrainer, "prediction_step", predict)

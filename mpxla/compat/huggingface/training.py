@@ -25,6 +25,7 @@ from mpxla.compat.huggingface.metrics import OutsideOfSteps, Played, in_place_of
 from mpxla.compat.huggingface.saving import load_from_checkpoint
 from mpxla.compat.huggingface.texts import with_tokens
 from mpxla.compat.patching import Patches
+from mpxla.graph.exchanged import exchanged
 from mpxla.log import get_logger
 from mpxla.parallel.gradients.grad_scaler import GradScaler
 from mpxla.parallel.model import DistributedModel
@@ -61,11 +62,8 @@ def patch_training(module: ModuleType, patches: Patches) -> None:
 
 
 def _make_accelerator(trainer: Any, make: Any) -> None:
-    precision, trainer.args.mixed_precision = trainer.args.mixed_precision, "no"
-    try:
+    with exchanged(trainer.args, mixed_precision="no"):
         make(trainer)  # it would refuse half precision on this device; steps have it by themselves
-    finally:
-        trainer.args.mixed_precision = precision
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # a step moves its inputs
     if trainer.args.fp16:  # what it does on CUDA: with these, it unscales, skips and saves

@@ -93,12 +93,9 @@ def optimizers_refused() -> Generator[None]:
             f"step call and optimizer.step() after it."
         )
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        with exchanged(torch.optim.Optimizer, zero_grad=refuse):
-            yield
-    finally:
-        handle.remove()
+    refused = exchanged(torch.optim.Optimizer, zero_grad=refuse)
+    with register_optimizer_step_pre_hook(refuse), refused:
+        yield
 
 
 @contextlib.contextmanager

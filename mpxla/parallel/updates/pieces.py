@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import CheckpointError, MpxlaError
+from mpxla.graph.exchanged import exchanged
 from mpxla.log import warn_once
 from mpxla.parallel.state_dicts import GONE_KEY, HELD_KEY, by_position, check_order, gone_of
 from mpxla.parallel.store import ParameterStore
@@ -257,11 +258,8 @@ def published(
                 pieces.publish(has_masters=True)
 
         update.was_compiled = False
-        update.begins = publish  # it would take parameters that differ for written to
-        try:
+        with exchanged(update, begins=publish):  # it takes parameters that differ for written to
             result = method(*args, **kwargs)
-        finally:
-            update.begins = None
         if update.was_compiled:
             pieces.publish(has_masters=False)
         publish()
