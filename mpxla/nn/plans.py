@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from mpxla.graph.partition.modules import joined_path
 from mpxla.nn.layers import DistributedModule, Style, can_split
 from mpxla.nn.modules import DistributedEmbedding, DistributedLinear
 
@@ -122,7 +123,7 @@ def _by_plan(model: nn.Module) -> Iterator[Unit]:
         patterns: dict[str, str] = dict(getattr(base, "_tp_plan", None) or {})
         units: dict[str, Unit] = {}
         for inner, module in base.named_modules() if patterns else ():
-            path = _joined(base_path, inner)
+            path = joined_path(base_path, inner)
             style = patterns.get(_pattern(inner))
             if style is None or path in planned:  # outer plans repeat those of inner models
                 continue
@@ -137,7 +138,7 @@ def _by_plan(model: nn.Module) -> Iterator[Unit]:
             else:
                 unit.entries.append(Entry(path, module, known))
         for inner, _ in base.named_parameters() if patterns else ():
-            path = _joined(base_path, inner)
+            path = joined_path(base_path, inner)
             unit = units.get(path.rpartition(".")[0])
             if unit is not None and _pattern(inner) in patterns:  # a number of every head, say
                 unit.problem = f"mpxla does not split {path}, which is no part of a layer"
@@ -157,10 +158,10 @@ def _has(module: nn.Module, name: str) -> bool:
 def _by_table(model: nn.Module) -> Iterator[Unit]:
     for path, module in model.named_modules():
         for inner, layers in _plans_of(type(module)).items():
-            unit = Unit(_joined(path, inner) if inner else f"{path} (MLP)")
+            unit = Unit(joined_path(path, inner) if inner else f"{path} (MLP)")
             unit.is_asked_for = isinstance(module, DistributedModule)
             for name, (style, blocks) in layers.items():
-                layer = _joined(_joined(path, inner), name)
+                layer = joined_path(joined_path(path, inner), name)
                 unit.entries.append(Entry(layer, model.get_submodule(layer), style, blocks))
             yield unit
 
@@ -203,10 +204,6 @@ def _by_class(model: nn.Module) -> Iterator[Unit]:
     for path, module in model.named_modules():
         if isinstance(module, (DistributedEmbedding, DistributedLinear)):
             yield Unit(path, [Entry(path, module, Style.ITSELF)], is_asked_for=True)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
 
 
 def _problem(model: nn.Module, unit: Unit, size: int) -> str | None:

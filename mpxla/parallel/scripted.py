@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.graph.partition.modules import joined_path
 from mpxla.log import warn_once
 
 __all__ = ["without_scripts"]
@@ -95,7 +96,7 @@ def without_scripts(model: Any) -> Any:
         for name, part in module.named_children():
             if isinstance(part, torch.jit.ScriptModule):
                 if id(part) not in made:
-                    made[id(part)] = _replaced(f"{path}.{name}" if path else name, part)
+                    made[id(part)] = _replaced(joined_path(path, name), part)
                 setattr(module, name, made[id(part)])
     return model
 

@@ -26,6 +26,7 @@ from mpxla.graph.capture.hooks import refuse_gradient_hooks
 from mpxla.graph.capture.own_parameters import Former, memory
 from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, may_decide, set_by_users
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.partition.modules import joined_path
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.shared_memory import warn_of_shared_memory
 from mpxla.runtime.valueless import AbsentParameter, without_values
@@ -82,7 +83,7 @@ class ModelState:
         for path, owner in self.module.named_modules():
             for held in held_tensors(owner):
                 if held.place not in owned:
-                    free, tensor = self._free(_joined(path, held.key)), held.get()
+                    free, tensor = self._free(joined_path(path, held.key)), held.get()
                     own = free if tensor is None else known.setdefault(id(tensor), free)
                     self._places.setdefault(own, []).append(held)
         if self._dividing is not None:
@@ -110,7 +111,7 @@ class ModelState:
         # A module in several places has names for its buffers in each, as it has for parameters.
         for path, owner in self.module.named_modules(remove_duplicate=False):
             for held in held_tensors(owner):
-                names |= {_joined(path, key): owned[held.place] for key in held.keys}
+                names |= {joined_path(path, key): owned[held.place] for key in held.keys}
         return names
 
     @property
@@ -412,10 +413,6 @@ def _release_parameters(module: nn.Module) -> None:
                 vars(part)[name] = value.detach()
 
 
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
 def load_into(
     module: nn.Module, values: Mapping[str, Any], strict: bool, versions: Any = None
 ) -> Any:
@@ -425,27 +422,22 @@ def load_into(
     any of their names. The versions of the modules that gave the values are torch's `_metadata` of
     a state dict; those of this module if none are given.
     """
-    present: dict[str, Any] = {}
     targets: Any = module.state_dict(keep_vars=True)
     given = {id(target): values[name] for name, target in targets.items() if name in values}
     tied = {name: given[id(target)] for name, target in targets.items() if id(target) in given}
     values = {**tied, **values}
-    for name, target in targets.items():
-        if name not in values:
-            continue
-        value = values[name]
-        is_absent = all(isinstance(t, torch.Tensor) for t in (target, value)) and target.is_meta
-        if is_absent and value.shape == target.shape:
-            present[name] = torch.empty_like(target)
-        else:
-            present[name] = value
-    unexpected = {name: value for name, value in values.items() if name not in present}
+    absent = {
+        name: torch.empty_like(target)
+        for name, target in targets.items()
+        if isinstance(target, torch.Tensor) and target.is_meta
+        if isinstance(value := values.get(name), torch.Tensor) and value.shape == target.shape
+    }
     # Values are written into parameters: exchanged for others, absent ones would be of two classes.
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
         versions = targets._metadata if versions is None else versions
-        return module.load_state_dict(with_versions({**present, **unexpected}, versions), strict)
+        return module.load_state_dict(with_versions({**values, **absent}, versions), strict)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 

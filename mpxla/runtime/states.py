@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mpxla.comm.packing import describe
+from mpxla.graph.partition.modules import joined_path
 from mpxla.runtime.state import ModelState
 from mpxla.stage.flat import FlatShard
 
@@ -71,10 +72,10 @@ class ModelStates:
         state, names, known = self._states[label], self._names[label], self._tensors()
         for own, tensor in (*state.parameters.items(), *state.buffers.items()):
             if own not in names:
-                self._name(label, own, known.get(id(tensor), _joined(label, own)))
+                self._name(label, own, known.get(id(tensor), joined_path(label, own)))
         for own in state.buffer_names:  # also of places that have none yet
             if own not in names:
-                self._name(label, own, _joined(label, own))
+                self._name(label, own, joined_path(label, own))
 
     def _name(self, label: str, own: str, name: str) -> None:
         self._names[label][own] = name
@@ -124,7 +125,7 @@ class ModelStates:
         """Every name that a tensor has in `module` now -> its one name here."""
         self.take_in()
         return {
-            _joined(self.path(label), name): self._names[label][canonical]
+            joined_path(self.path(label), name): self._names[label][canonical]
             for label, state in self._states.items()
             for name, canonical in state.canonical_names.items()
         }
@@ -246,7 +247,3 @@ class ModelStates:
     ) -> dict[str, tuple[int, ...]]:
         """What is given by one model's own names, by the names here; passes over others'."""
         return {name: values[own] for own, name in self._names[label].items() if own in values}
-
-
-def _joined(label: str, name: str) -> str:
-    return f"{label}.{name}" if label and name else label or name

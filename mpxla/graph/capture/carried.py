@@ -25,6 +25,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.sparse import is_sparse
 from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, is_constant
+from mpxla.graph.partition.modules import joined_path
 from mpxla.graph.python.plain import MISSING, refill
 from mpxla.graph.user_code import AgainError
 
@@ -467,16 +468,13 @@ def settle(
     """
     found = False
     for path, module in model.named_modules():
-
-        def named(key: str, path: str = path) -> str:
-            return f"{path}.{key}" if path else key
-
         for carried in carried_of(vars(module)).values():
             if carried.module is not module:
                 continue
-            carried.check_unused(lambda key: is_used(named(key)))
+            carried.check_unused(lambda key, path=path: is_used(joined_path(path, key)))
             is_first = carried.is_written and not (carried.is_carrying or carried.is_changed)
-            if is_first and all(is_same(named(place.key)) for place in carried.tensors()):
+            names = (joined_path(path, place.key) for place in carried.tensors())
+            if is_first and all(map(is_same, names)):
                 carried.is_cache = found = True
     if found:
         raise CarriedError([])

@@ -16,6 +16,7 @@ from mpxla.graph.capture.carried import CarriedError, Form, all_carried, form_of
 from mpxla.graph.capture.tensor_places import Attribute, attributes_of
 from mpxla.graph.capture.writes import described
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.partition.modules import joined_path
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -44,14 +45,14 @@ def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[
     modules = [(path, m, dict(m._buffers)) for path, m in model.named_modules()]  # pyright: ignore[reportPrivateUsage]
     for path, _, before in modules:
         for name, old in before.items():
-            attached.find(f"{path}.{name}" if path else name, old)
+            attached.find(joined_path(path, name), old)
     yield
     resized: list[tuple[nn.Module, str, Form]] = []
     for path, module, before in modules:
         table: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
         for name, old in before.items():
             new = table[name]
-            attached.leave(f"the buffer {path}{'.' if path else ''}{name}", old, new)
+            attached.leave(f"the buffer {joined_path(path, name)}", old, new)
             if new is old:
                 continue
             table[name] = old
@@ -67,7 +68,7 @@ def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[
                 _tell_of_new(module, name)
             elif form is None or is_kept:
                 raise CaptureError(
-                    f"The step function assigns to the buffer {path}{'.' if path else ''}{name}, "
+                    f"The step function assigns to the buffer {joined_path(path, name)}, "
                     f"{described(old)}, another tensor, {described(new)}. Register it with the "
                     f"shape and dtype that it keeps, or with persistent=False if checkpoints need "
                     f"not have it."

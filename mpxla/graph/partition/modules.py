@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from mpxla.graph.partition.words import GraphNode, NodeKind, Partition
 
-__all__ = ["PART_MARK", "STEP_FUNCTION", "common_path", "parents", "stage_modules"]
+__all__ = ["PART_MARK", "STEP_FUNCTION", "common_path", "joined_path", "parents", "stage_modules"]
 
 PART_MARK = "*"
 """Behind a module of which a stage has only some operations."""
@@ -64,6 +64,11 @@ def stage_modules(nodes: Sequence[GraphNode], partition: Partition) -> list[tupl
 def common_path(*paths: str) -> Path:
     """The leading names that dotted paths share; an empty path shares none."""
     return _shared([_parts(path) for path in paths])
+
+
+def joined_path(path: str, name: str) -> str:
+    """The path of something inside a module; one of both may be empty."""
+    return f"{path}.{name}" if path and name else path or name
 
 
 def parents(path: str) -> list[str]:

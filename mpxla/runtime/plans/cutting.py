@@ -16,6 +16,7 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError, PartitionError
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
+from mpxla.graph.partition.modules import joined_path
 from mpxla.graph.partition.words import SavedTensor
 from mpxla.graph.placement import check_placement
 from mpxla.graph.python.numbers_of_ways import LeftNames
@@ -241,7 +242,7 @@ class StepCutter:
         pins: dict[str, int] = {}
         for label, member in self._members.items():
             path = self._states.path(label)
-            pins.update(member.pins(f"model.{path}" if path else "model"))
+            pins.update(member.pins(joined_path("model", path)))
         return pins
 
     def _without_other_models(self, step: StepGraph) -> StepGraph:
