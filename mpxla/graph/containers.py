@@ -24,6 +24,7 @@ from mpxla.graph.python.plain import slots_of
 __all__ = [
     "flatten_opened",
     "has_fakes",
+    "has_tensors",
     "holds_numbers",
     "is_open",
     "open_containers",
@@ -202,6 +203,11 @@ def with_other_tensors(value: Any, filling: float = 0.5) -> Any:
     with _disable_current_modes():
         found = pytree.tree_map(other, value)
     return found if count else None
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether something is a tensor, or holds one."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def has_fakes(value: Any) -> bool:

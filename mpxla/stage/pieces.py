@@ -27,6 +27,7 @@ from torch import fx
 
 from mpxla.comm.packing import describe
 from mpxla.graph.collectives import is_collective
+from mpxla.graph.containers import has_tensors
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
 from mpxla.graph.typed import input_of, outputs_of, schema_of, target_of
@@ -178,19 +179,13 @@ def annotate(module: fx.GraphModule, inputs: Sequence[TensorSpec]) -> None:
             if node.op != "output" and "val" not in node.meta:
                 node.meta["val"] = _value_of(node, spec, module)
     for node in graph.nodes:  # the dtype of an argument, say, is a constant
-        constants = {n: n.meta["val"] for n in node.all_input_nodes if not _holds_tensors(n)}
+        values = {n: n.meta["val"] for n in node.all_input_nodes}
+        constants = {n: value for n, value in values.items() if not has_tensors(value)}
         if constants:
             node.args, node.kwargs = fx.map_arg(
                 (node.args, node.kwargs), lambda n, known=constants: known.get(n, n)
             )
     graph.eliminate_dead_code()
-
-
-def _holds_tensors(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) or any(
-        isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)
-    )
 
 
 def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module) -> Any:

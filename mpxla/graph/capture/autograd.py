@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture.recorder import autograd_nodes
+from mpxla.graph.containers import has_tensors
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.functions import PartialFunction, TracedFunction, operator_of
 from mpxla.graph.normalize import has_writes
@@ -358,10 +359,6 @@ def own_containers(before: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any,
 
     A caller may look into a dictionary afterwards for what the function has put there.
     """
-
-    def has_tensors(value: Any) -> bool:
-        return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
     pairs = zip(before, args, strict=True)
     return tuple(new if has_tensors(new) else old for old, new in pairs)
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mpxla.graph.capture.carried import Carried, CarriedError, Form, carried_of, form_of, is_cache
 from mpxla.graph.capture.recorder import BackwardRecorder
-from mpxla.graph.containers import has_fakes, with_other_tensors
+from mpxla.graph.containers import has_fakes, has_tensors, with_other_tensors
 from mpxla.graph.python.counted import WrittenRead
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead, has_attributes
 from mpxla.graph.python.module_tables import ModuleTables
@@ -456,10 +456,8 @@ class AttributeLog:
     def has_tensors(self) -> bool:
         """Whether the step has put tensors into attributes or containers."""
         written = [value for _, value in self.written.values()]
-        leaves = pytree.tree_leaves([*self.containers.values()])
-        return any(value is _CONSTANT or value is _COMPUTED for value in written) or any(
-            isinstance(leaf, torch.Tensor) for leaf in leaves
-        )
+        is_written = any(value is _CONSTANT or value is _COMPUTED for value in written)
+        return is_written or has_tensors([*self.containers.values()])
 
     def has_constants(self, names: Set[str]) -> bool:
         """Whether constant tensors were put beside something that was changed, and counts not."""

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
+from mpxla.graph.containers import has_tensors
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.held_objects import Held
 from mpxla.graph.python.plain import MISSING
@@ -74,17 +73,13 @@ def parameters_noted(is_own: Callable[[Any], bool], log: Any) -> AbstractContext
     def get(self: Any, name: str) -> Any:
         if is_noted(self, name) and is_called_by_user():
             value = vars(self).get(name, MISSING)
-            if not _has_tensors(value):
+            if not has_tensors(value):
                 log.note_read(vars(self), name, value)
         return get_attribute(self, name)
 
     def set_noted(self: Any, name: str, value: Any) -> None:
-        if is_noted(self, name) and not _has_tensors(value) and is_called_by_user():
+        if is_noted(self, name) and not has_tensors(value) and is_called_by_user():
             log.note_write(vars(self), name, vars(self).get(name, MISSING), value)
         set_attribute(self, name, value)
 
     return exchanged(nn.Parameter, __getattribute__=get, __setattr__=set_noted)
-
-
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
