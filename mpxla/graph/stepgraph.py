@@ -15,7 +15,7 @@ from torch import fx, nn
 from mpxla.graph.python.decisions import Decisions
 from mpxla.graph.python.recorded import Recorded
 from mpxla.graph.python.rewritten import rewritten_paths
-from mpxla.graph.typed import outputs_of, schema_of
+from mpxla.graph.typed import named_arguments, outputs_of
 from mpxla.graph.user_code import line_of
 
 __all__ = [
@@ -344,7 +344,6 @@ def is_random(node: fx.Node) -> bool:
     """
     if not may_draw(node):
         return False
-    given = {p.name: p.default_value for p in schema_of(node).arguments}
-    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
+    given = named_arguments(node)
     is_idle = 0 in (given.get(name) for name in ("dropout", "dropout_p"))
     return not is_idle and False not in (given.get(name) for name in ("train", "training"))
