@@ -147,17 +147,14 @@ class PlanSearch:
     def _config_of(
         self, candidate: Candidate, weight: float, memory: str | int | None = None
     ) -> Config:
-        own = self._config
-        return Config(
-            pipeline_parallel_degree=own.pipeline_parallel_degree,
+        return replace(
+            self._config,
             microbatches=candidate.num_microbatches,
             pipeline=candidate.pipeline,
             virtual_pipeline_degree=candidate.stages_per_rank,
             active_microbatches=candidate.active_microbatches,
             memory_weight=weight,
-            activation_memory=memory or own.activation_memory,
-            offload_activations=own.offload_activations,
-            activation_loading_horizon=own.activation_loading_horizon,
+            activation_memory=memory or self._config.activation_memory,
         )
 
 
