@@ -37,7 +37,8 @@ class Attached:
         name = self._names.get(id(old))
         if name is None or old is None or new is None:  # it was not there before
             return
-        if new.requires_grad:
+        is_kept_leaf = new is old and new.is_leaf  # its gradient flows no further than to .grad
+        if new.requires_grad and not is_kept_leaf:
             self._called[name] = called
         elif new is not old and id(new) in self._names:
             self._moved[name] = self._names[id(new)]
