@@ -1,4 +1,4 @@
-"""Coupling layers whose masks are buffers, which say how many columns there are."""
+"""Masks and ends of slices that are buffers, which say how many columns there are."""
 
 import pytest
 import torch
@@ -34,15 +34,37 @@ class Coupling(nn.Module):
         return out * (1 + self.seen.to(x.dtype))
 
 
+class Grouped(nn.Module):
+    """A layer for each group of columns, whose ends are a buffer, beside one that is written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ends", torch.tensor([0, 1, 4]))
+        self.register_buffer("seen", torch.tensor([0, 0]))
+        self.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(3, 3)])
+
+    def forward(self, x):
+        self.seen += torch.tensor([1, 2])
+        out = torch.zeros_like(x)
+        for i, layer in enumerate(self.layers):
+            here = slice(self.ends[i], self.ends[i + 1])
+            out[:, here] = layer(x[:, here])
+        return out * self.seen[1]
+
+
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(Coupling([1, 0, 1, 0]), Coupling([0, 1, 0, 1], True), nn.Linear(4, 3))
+    couplings = Coupling([1, 0, 1, 0]), Coupling([0, 1, 0, 1], True)
+    return nn.Sequential(*couplings, Grouped(), nn.Linear(4, 3)).double()
 
 
 def batches():
     generator = torch.Generator().manual_seed(3)
     return [
-        (torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator))
+        (
+            torch.randn(8, 4, generator=generator).double(),
+            torch.randint(3, (8,), generator=generator),
+        )
         for _ in range(6)
     ]
 
@@ -98,7 +120,7 @@ def trained(num_stages):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_masks_in_buffers_decide_sizes(num_stages):
+def test_masks_and_ends_in_buffers_decide_sizes(num_stages):
     expected = trained_plainly()
     for found in run_ranks(trained, num_stages, num_stages):
         torch.testing.assert_close(found, expected)

@@ -1,4 +1,7 @@
-"""Buffers that the first call of a forward makes: they are carried, as in plain PyTorch."""
+"""Buffers that the first call of a forward makes: they are carried, as in plain PyTorch.
+
+And others that layers go by in ways of their own.
+"""
 
 import pytest
 import torch
@@ -86,13 +89,24 @@ def asked(layer, x):
     return x - layer.start
 
 
+def leaf(layer, x):
+    """A buffer that is to have a gradient, which nobody reads: sums of losses begin so."""
+    return x + layer.start.requires_grad_()
+
+
+def classes(layer, x):
+    """Values of the model say how many classes there are."""
+    places = x.argmax(1)
+    return x * torch.nn.functional.one_hot(places, max(places.max() + 1, 2))[:, :1]
+
+
 def empty(layer):
     layer.mean, layer.calls = None, 0
 
 
 FUNCTIONS = (
     *(counted, counted_in_place, by_the_first_batch),
-    *(averaged, two_at_once, of_none, constant, another_way, asked),
+    *(averaged, two_at_once, of_none, constant, another_way, asked, leaf, classes),
 )
 
 
@@ -140,7 +154,7 @@ def trained(config, functions):
     ("stages", "functions"),
     [
         pytest.param(1, FUNCTIONS, marks=pytest.mark.slow),
-        (2, (counted, by_the_first_batch, two_at_once, another_way, asked)),
+        (2, (counted, by_the_first_batch, two_at_once, another_way, asked, leaf, classes)),
         pytest.param(2, FUNCTIONS, marks=pytest.mark.slow),
     ],
     ids=["one", "two", "two-all"],

@@ -26,7 +26,7 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpxla.graph.capture.shapes import DISTINCT, FixedShapes
+from mpxla.graph.capture.shapes import DISTINCT, FixedShapes, is_place
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.answers import Answers
 from mpxla.graph.python.arrays import ArrayRead, is_array_read, with_numbers
@@ -215,11 +215,11 @@ class Constants:
 
     def _as_integer(self, leaf: Any) -> Any:
         """The number in the place of a known tensor, or of what was read and may be asked for."""
-        if isinstance(leaf, torch.Tensor):
-            return self.shapes.as_number(leaf)
-        is_integer = is_number(leaf) and not leaf.tensor.is_floating_point()
-        may_answer = is_integer and self._answers.may_answer(leaf.tensor)
-        return self._answers.integer_of(leaf.tensor) if may_answer else leaf
+        known = self.shapes.as_number(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        number = known.tensor if is_number(known) else known
+        is_integer = is_place(known) or (is_number(known) and not number.is_floating_point())
+        may_answer = is_integer and self._answers.may_answer(number)
+        return self._answers.integer_of(number) if may_answer else known
 
     def as_number(self, part: Any) -> Any:
         """The number of a part of an index that no input of the step changes; else the part."""

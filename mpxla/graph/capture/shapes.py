@@ -18,7 +18,7 @@ from mpxla.graph.capture.occurrences import are_below, counted, distinct, distin
 from mpxla.graph.python.number import NumberRead
 from mpxla.graph.user_code import at_user_line
 
-__all__ = ["DISTINCT", "FixedShapes"]
+__all__ = ["DISTINCT", "FixedShapes", "is_place"]
 
 _SIZES = frozenset("arange empty full ones zeros".split())
 """They take numbers, and a tensor of one element for a number."""
@@ -107,7 +107,7 @@ class FixedShapes:
     def _number_of(self, part: Any) -> Any:
         """An integer tensor without axes as a number, whether it is known or not."""
         part = self.as_number(part)
-        return NumberRead(part) if isinstance(part, FakeTensor) and _is_place(part) else part
+        return NumberRead(part) if isinstance(part, FakeTensor) and is_place(part) else part
 
     def _counting(self, name: str, args: Any, kwargs: Any) -> _Call | None:
         """A call in the place of one whose shape depends on which values there are; of constants
@@ -121,8 +121,10 @@ class FixedShapes:
             size = self._number_of_places(values, others[1] or 0)
             return None if size is None else (counted, (values, others[0], size), {})
         if name == "one_hot":
-            size = self._number_of_values(values) if others[0] in (None, -1) else others[0]
-            one_hot = functools.partial(F.one_hot, num_classes=size or -1)
+            size = others[0]  # which may be a tensor
+            if size is None or (type(size) is int and size == -1):
+                size = self._number_of_values(values) or -1
+            one_hot = functools.partial(F.one_hot, num_classes=size)
             return (one_hot, (values,), {}) if varies else None
         # Where values of inputs are needed, they are here: for a loop over them, probably.
         if varies or kwargs["dim"] is not None or not values.numel():
@@ -188,7 +190,7 @@ class FixedShapes:
 
     def as_number(self, part: Any) -> Any:
         """The number that a known integer tensor without axes holds; all else as it is."""
-        number = self._ask(torch.Tensor.item, part) if _is_place(part) else None
+        number = self._ask(torch.Tensor.item, part) if is_place(part) else None
         return part if number is None else number
 
 
@@ -245,7 +247,8 @@ def _takes_numbers(name: str) -> bool:
     return not any("Tensor" in str(kind) for kind in others)
 
 
-def _is_place(part: Any) -> bool:
+def is_place(part: Any) -> bool:
+    """Whether it is an integer tensor without axes."""
     return isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS
 
 

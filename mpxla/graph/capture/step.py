@@ -466,6 +466,8 @@ def _captured(
             if is_supposed and not is_final and not is_known:
                 raised, explained = explained, ValueNeededError(str(explained))
                 explained.raised = raised
+            elif is_supposed and type(explained) is CaptureError:
+                explained = UndecidedError(str(explained))  # perhaps for want of a value
             if counts.last is not None and not isinstance(explained, MpxlaError):
                 raise RaisesError(counts.last, explained) from error
             raise explained from error

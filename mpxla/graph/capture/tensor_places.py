@@ -25,10 +25,11 @@ __all__ = [
 
 
 _DECIDES = "_mpxla_decides"
+_MOST_INTEGERS = 64  # ends of slices are few; tables of places need no values in a capture
 
 
 def is_constant(buffer: Any) -> bool:
-    """Whether a buffer is read on the host, where it stays: a sparse one, or a mask that decides.
+    """Whether a buffer is read on the host, where it stays: a sparse one, or one that decides.
 
     `x[:, self.mask]` has as many columns as the mask has ones: a capture has to know them.
     """
@@ -37,8 +38,13 @@ def is_constant(buffer: Any) -> bool:
 
 
 def may_decide(buffer: torch.Tensor) -> bool:
-    """Whether it is a mask that nobody has tried as a constant."""
-    return buffer.dtype is torch.bool and buffer.numel() > 1 and _DECIDES not in vars(buffer)
+    """Whether it is a mask, or a few integers, that nobody has tried as a constant.
+
+    Integers may be the ends of slices. A single one is a counter, more often than not.
+    """
+    most = float("inf") if buffer.dtype is torch.bool else _MOST_INTEGERS
+    is_exact = not (buffer.is_floating_point() or buffer.is_complex())
+    return is_exact and 1 < buffer.numel() <= most and _DECIDES not in vars(buffer)
 
 
 def fix_mask(mask: torch.Tensor, *, decides: bool = True) -> None:
