@@ -56,7 +56,7 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
         self.scale = nn.Parameter(torch.ones(8))
         self.is_set, self.num_calls = False, 0
-        self.length, self.table = 0, None
+        self.length, self.table, self.key = 0, None, None
         self.short, self.short_table = 2, torch.arange(2.0)
         self.states, self.by_name = [torch.zeros(8), torch.zeros(8)], {"a": None}
         self.past, self.pair, self.collected = deque(maxlen=3), None, []
@@ -96,6 +96,12 @@ class Net(nn.Module):
             self.short = h.shape[1]
             self.short_table = torch.arange(float(self.short)).sin()
         return h * self.table + self.short_table
+
+    def cache_by_key(self, h):
+        key = h.shape[1:], h.dtype
+        if self.key != key:
+            self.key, self.table = key, self.rates.cos()
+        return h * self.table
 
     def looked_up(self, h):
         if type(h) not in self.backends:
@@ -226,8 +232,10 @@ def slow_but(kinds, *fast):
 @pytest.mark.parametrize(
     ("kind", "stages", "count"),
     slow_but(
-        "started_by_a_flag mean_by_a_flag cache looked_up looked_up_by_a_branch counted made_once",
+        "started_by_a_flag mean_by_a_flag cache looked_up looked_up_by_a_branch counted made_once "
+        "cache_by_key",
         *(("mean_by_a_flag", 2), ("looked_up_by_a_branch", 2), ("made_once", 1)),
+        ("cache_by_key", 2),
     ),
 )
 def test_flags_and_caches_are_what_they_are_in_pytorch(kind, stages, count):

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -33,7 +33,7 @@ from mpxla.graph.python.noted_contents import (
 )
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.outside_reads import is_known, without_counted
-from mpxla.graph.python.plain import FUNCTIONS, MISSING, Read, change, plain
+from mpxla.graph.python.plain import FUNCTIONS, MISSING, PLAIN, Read, change, plain
 from mpxla.graph.python.recorded import is_recordable, refuse_unrecordable
 from mpxla.graph.python.refusals import refusal, warn_changed, warn_gone
 from mpxla.graph.user_code import at_user_line
@@ -563,8 +563,13 @@ def _is_of_user(key: str) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether an attribute can be given it back; a method, say, that a flag says is wrapped."""
-    return is_simple(value) or callable(value)
+    """Whether an attribute can be given it back; a method, say, that a flag says is wrapped.
+
+    Keys of caches are tuples, of a shape and a dtype, say.
+    """
+    if isinstance(value, tuple):
+        return all(map(_is_whole, cast(tuple[Any, ...], value)))
+    return is_simple(value) or isinstance(value, PLAIN) or callable(value)
 
 
 def is_made(value: Any) -> bool:
