@@ -131,7 +131,7 @@ def place_by_rank(
         PartitionError: Nodes that must share a stage but cannot.
     """
     allowed = _share_in_groups(flow, allowed)
-    level = _levels(flow, num_ranks, allowed)
+    level = _levels(flow, num_ranks, allowed, bool(fixed))
     has_inputs = any(node.kind is NodeKind.INPUT for node in flow.nodes)
     _sink(flow, num_ranks, allowed, level, has_inputs)
     _merge(flow, num_ranks, level, has_inputs)
@@ -198,8 +198,8 @@ def _torn_group(flow: Flow, reason: str, pinned: Sequence[int], ranks: Ranks) ->
     )
 
 
-def _levels(flow: Flow, num_ranks: int, allowed: Ranks) -> dict[int, int]:
-    """Phase 1: the earliest level of every node."""
+def _levels(flow: Flow, num_ranks: int, allowed: Ranks, has_fixed: bool) -> dict[int, int]:
+    """Phase 1: the earliest level of every node; has anything been placed before?"""
     groups_of: dict[int, list[int]] = {}
     for number, group in enumerate(flow.groups):
         for index in group.members:
@@ -225,8 +225,14 @@ def _levels(flow: Flow, num_ranks: int, allowed: Ranks) -> dict[int, int]:
     raise PartitionError(
         f"{first.described()} and {last.described()} must share a stage, because {group.reason}, "
         "but the data between them passes through another partition. Put the modules in between "
-        "on the same partition."
+        f"on the same partition.{_PLACED_BEFORE if has_fixed else ''}"
     )
+
+
+_PLACED_BEFORE = (
+    " Their parameters stay where the first call has put them; if there was no state yet then "
+    "(None, say), begin with one of zeros, by which they are put together."
+)
 
 
 def _next_level(start: int, ranks: frozenset[int] | None, num_ranks: int) -> int:

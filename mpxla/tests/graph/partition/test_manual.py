@@ -221,10 +221,13 @@ def test_updated_buffer_used_before_and_after_another_rank_is_refused():
     first = program.add(program.input(), path="model.norm", buffers=("mean",), mutates=("mean",))
     middle = program.layer(first, "model.0")
     again = program.add(middle, path="model.norm", buffers=("mean",), mutates=("mean",))
-    with pytest.raises(
-        PartitionError, match=r"must share a stage, because .*'mean'.* passes through another"
-    ):
+    text = r"must share a stage, because .*'mean'.* passes through another .* same partition\.$"
+    with pytest.raises(PartitionError, match=text):
         partition(program, 2, {first: 0, middle: 1, again: 0})
+    allowed = {first: frozenset([0]), middle: frozenset([1])}
+    fixed = dict.fromkeys(program.parameter_bytes, (1,))
+    with pytest.raises(PartitionError, match=r"no state yet then .* begin with one of zeros"):
+        place_by_rank(analyse(program.nodes, 0.0), program.parameter_bytes, 2, allowed, fixed)
 
 
 def test_all_ranks_out_of_range_are_named_with_the_valid_range():
