@@ -92,6 +92,14 @@ def counted_beside_a_cache(layer, x):
     return (x + layer.table) * layer.calls
 
 
+def counted_beside_what_it_begins(layer, x):
+    if getattr(layer, "table", None) is None:
+        layer.table = positions()
+    layer.calls = getattr(layer, "calls", 0) + 1
+    layer.table = layer.table / 2
+    return (x + layer.table) * layer.calls
+
+
 def counted_beside_an_objects_cache(_, x):
     if BOX.value is None:
         BOX.value = positions()
@@ -195,6 +203,19 @@ def cached_by_a_function(_, x):
     return x + helper.tables[0]
 
 
+def cached_by_its_size(_, x):
+    global MASK
+    if MASK is None or BOX.calls != x.shape[1]:
+        MASK, BOX.calls = positions(), x.shape[1]
+    return x * MASK
+
+
+def cached_beside_a_flag_of_the_class(_, x):
+    if not hasattr(Layer, "is_warm"):
+        Layer.table, Layer.is_warm = positions(), True
+    return x * Layer.table
+
+
 def cached_by_the_class(layer, x):
     if not hasattr(layer, "table"):
         type(layer).table = positions()
@@ -270,6 +291,30 @@ def another_way_by_a_dictionary(_, x):
     return x * CACHE["sum"]
 
 
+def another_way_by_a_global(_, x):
+    global MASK
+    if MASK is None:
+        MASK = positions()
+        return 2 * x
+    return x * MASK
+
+
+def another_way_by_its_flag(layer, x):
+    """What it leaves the first time it reads only later."""
+    if not getattr(layer, "is_begun", False):
+        layer.is_begun, layer.table = True, positions()
+        return 2 * x
+    return x * layer.table
+
+
+def another_way_by_a_flag(_, x):
+    global MASK
+    if not BOX.calls:
+        BOX.calls, MASK = 1, positions()
+        return 2 * x
+    return x * MASK
+
+
 def summed_in_a_dictionary(_, x):
     CACHE["sum"] = CACHE.get("sum", positions()) + 1
     return x * CACHE["sum"]
@@ -329,6 +374,7 @@ STATE = (
     *(counted_beside_a_cache, counted_beside_an_objects_cache, counted_in_what_it_makes),
     *(counted_beside_tensors_in_what_it_makes, counted_in_a_list_of_a_global),
     *(counted_beside_a_cache_in_a_dictionary, another_way_by_its_dictionary),
+    *(another_way_by_its_flag, counted_beside_what_it_begins),
     *(counted_in_an_object_of_a_global, counted_by_globals, comes_to_rest),
     *(counted_by_the_class, counted_by_a_function, counted_by_a_new_global, another_way_once),
 )
@@ -336,16 +382,20 @@ CACHES = (
     *(cached_by_a_dictionary, cached_inside, cached_if_too_short, cached_in_a_list),
     *(cached_by_a_global, cached_by_an_object, cached_by_a_new_dictionary),
     *(cached_by_a_function, cached_by_the_class, cached_by_functools, drawn_once),
+    *(cached_by_its_size, cached_beside_a_flag_of_the_class),
 )
 FEW = (
     *(begun_by_its_table, counted_by_the_class, counted_beside_a_cache, counted_in_what_it_makes),
     *(cached_inside, cached_by_functools, another_way_by_its_dictionary),
+    *(cached_by_its_size, another_way_by_its_flag, counted_beside_what_it_begins),
 )
 REFUSED = {
     tensors_of_the_class: "reads Layer.sum, and gives it a tensor",
     begun_by_the_class: "reads Layer.sum, and gives it a tensor",
     tensors_of_a_function: "reads helper.sum, and gives it a tensor",
     another_way_by_a_dictionary: "reads CACHE, and gives it a tensor",
+    another_way_by_a_global: "reads MASK, and gives it a tensor",
+    another_way_by_a_flag: "reads MASK, and gives it a tensor",
     summed_in_a_dictionary: "reads CACHE, and gives it a tensor",
     cached_by_its_counter: ".calls, and changes it at",
     counted_in_an_object_with_tensors: ".box.calls, and changes it",

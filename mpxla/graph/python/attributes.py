@@ -340,15 +340,14 @@ class AttributeLog:
             if form is not None and is_simple(self.before[place])
         ]
 
-    def carry_constants(self) -> None:
+    def carry_constants(self, with_unread: bool = False) -> None:
         """Has constants carried that it has given modules: it goes another way where it finds them.
 
         Raises:
             CarriedError: there are some.
         """
-        found = [
-            (self.held[owner].value, key, form) for (owner, key), form in self._constant_places()
-        ]
+        places = self._constant_places(with_unread)
+        found = [(self.held[owner].value, key, form) for (owner, key), form in places]
         if found := self._of_model(found):
             raise CarriedError(found, of_found=True)
 

@@ -65,6 +65,9 @@ def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
     """Plain values that a step changes also where it finds the caches filled that it has filled.
 
     And what is in objects that it has made with tensors.
+
+    Raises:
+        CarriedError, CaptureError: these are no caches, as the step then computes something else.
     """
     constants = [*first.log.constants(with_unread=True), *constants_of(first.outer)]
     changed = first.changed()
@@ -74,11 +77,17 @@ def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
         try:
             with _constants_given(constants_of(fakes)):
                 again = capture()
+        except CarriedError as error:
+            error.of_found = True
+            raise
         except Exception:  # of these values
             return set()
         names = set(again.changed())
         restore(again.log, again.outer)
-    return {n for n in names if n in changed or n.rpartition(".")[0] in made}
+    names = {n for n in names if n in changed or n.rpartition(".")[0] in made}
+    if not names and not _computes_same(first.step, again.step):
+        _carry_constants(first, constants, with_unread=True)
+    return names
 
 
 @contextlib.contextmanager
@@ -99,9 +108,14 @@ def _constants_given(
 
 
 def carry_changed(
-    first: Attempt, constants: Iterable[tuple[Read, Any]], capture: Callable[[], Attempt]
+    first: Attempt,
+    constants: Iterable[tuple[Read, Any]],
+    flags: Iterable[tuple[Read, Any]],
+    capture: Callable[[], Attempt],
 ) -> None:
     """Captures with tensors in places that have got constant ones: are these caches?
+
+    With flags beside them as they were left.
 
     Raises:
         CarriedError: the step gives them others then, as to a counter that begins with zeros, or
@@ -112,6 +126,8 @@ def carry_changed(
     with _constants_given(constants) as given:
         for put in first.log.left_carried() if given else ():  # who finds some reads others too
             put()
+        for read, value in flags if given else ():
+            read.give(value)
         try:
             if given:
                 before = [plain(value) for _, value in given]
@@ -144,7 +160,15 @@ def carry_changed(
     if counted:
         raise refusal_of_number(" or ".join(counted))
     if is_other:
-        first.log.carry_constants()
+        _carry_constants(first, given)
+
+
+def _carry_constants(
+    first: Attempt, constants: Iterable[tuple[Read, Any]], with_unread: bool = False
+) -> None:
+    """Has constant tensors carried where they are in modules; others cannot be."""
+    first.log.carry_constants(with_unread)
+    raise refusal(" or ".join(read.name for read, _ in constants), "")
 
 
 def _computes_same(one: StepGraph, other: StepGraph) -> bool:
