@@ -108,14 +108,9 @@ def _constants_given(
 
 
 def carry_changed(
-    first: Attempt,
-    constants: Iterable[tuple[Read, Any]],
-    flags: Iterable[tuple[Read, Any]],
-    capture: Callable[[], Attempt],
+    first: Attempt, constants: Iterable[tuple[Read, Any]], capture: Callable[[], Attempt]
 ) -> None:
     """Captures with tensors in places that have got constant ones: are these caches?
-
-    With flags beside them as they were left.
 
     Raises:
         CarriedError: the step gives them others then, as to a counter that begins with zeros, or
@@ -126,8 +121,6 @@ def carry_changed(
     with _constants_given(constants) as given:
         for put in first.log.left_carried() if given else ():  # who finds some reads others too
             put()
-        for read, value in flags if given else ():
-            read.give(value)
         try:
             if given:
                 before = [plain(value) for _, value in given]
