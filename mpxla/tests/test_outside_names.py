@@ -468,10 +468,9 @@ def errors_of(functions):
     [
         pytest.param(1, (*STATE, *CACHES), marks=pytest.mark.slow),
         (2, FEW),
-        pytest.param(2, (*STATE,), marks=pytest.mark.slow),
-        pytest.param(2, (*CACHES,), marks=pytest.mark.slow),
+        pytest.param(2, (*STATE, *CACHES), marks=pytest.mark.slow),
     ],
-    ids=["one", "two", "two-state", "two-caches"],
+    ids=["one", "two", "two-all"],
 )
 def test_state_and_caches(stages, functions):
     config = {"pipeline_parallel_degree": stages}
