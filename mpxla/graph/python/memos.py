@@ -38,7 +38,7 @@ def stale_memos(filled: Counter[int], look: bool) -> list[Any]:
     """
     global _num_modules
     if look or _num_modules != len(sys.modules):  # among half a million objects, in 0.1 s
-        _known.update(value for value in gc.get_objects() if type(value) is _Memo)
+        _known.update(value for value in _all_objects() if type(value) is _Memo)
         _num_modules = len(sys.modules)
     memos = [memo for memo in _known if memo.cache_info().currsize and _is_of_models(memo)]
     stale = [memo for memo in memos if has_fakes(gc.get_referents(memo))]
@@ -56,6 +56,18 @@ def fill_memos(memos: Iterable[Any]) -> None:
         for args, kwargs in calls:
             with contextlib.suppress(Exception):  # which the step meets itself
                 memo(*args, **kwargs)
+
+
+def _all_objects() -> list[Any]:
+    """Those that a script has frozen (`gc.freeze()`) too, which only thawing them shows."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.collect()  # else garbage would be frozen too, and stay
+        gc.unfreeze()
+    found = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return found
 
 
 def _is_of_models(memo: Any) -> bool:
