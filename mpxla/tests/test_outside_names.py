@@ -204,6 +204,19 @@ def cached_by_a_function(_, x):
     return x + helper.tables[0]
 
 
+def cached_by_its_size(_, x):
+    global MASK
+    if MASK is None or BOX.calls != x.shape[1]:
+        MASK, BOX.calls = positions(), x.shape[1]
+    return x * MASK
+
+
+def cached_beside_a_flag_of_the_class(_, x):
+    if not hasattr(Layer, "is_warm"):
+        Layer.table, Layer.is_warm = positions(), True
+    return x * Layer.table
+
+
 def cached_by_the_class(layer, x):
     if not hasattr(layer, "table"):
         type(layer).table = positions()
@@ -370,11 +383,12 @@ CACHES = (
     *(cached_by_a_dictionary, cached_inside, cached_if_too_short, cached_in_a_list),
     *(cached_by_a_global, cached_by_an_object, cached_by_a_new_dictionary),
     *(cached_by_a_function, cached_by_the_class, cached_by_functools, drawn_once),
+    *(cached_by_its_size, cached_beside_a_flag_of_the_class),
 )
 FEW = (
     *(begun_by_its_table, counted_by_the_class, counted_beside_a_cache, counted_in_what_it_makes),
     *(cached_inside, cached_by_functools, drawn_once, another_way_by_its_dictionary),
-    *(another_way_by_its_flag, counted_beside_what_it_begins),
+    *(cached_by_its_size, another_way_by_its_flag, counted_beside_what_it_begins),
 )
 REFUSED = {
     tensors_of_the_class: "reads Layer.sum, and gives it a tensor",

@@ -77,8 +77,7 @@ def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
         try:
             with _constants_given(constants_of(fakes)):
                 again = capture()
-        except CarriedError as error:
-            error.of_found = True
+        except CarriedError:
             raise
         except Exception:  # of these values
             return set()
@@ -102,15 +101,23 @@ def _constants_given(
         read.give(value)
     try:
         yield given
+    except CarriedError as error:
+        error.of_found = True
+        raise
     finally:
         for read, value in before:
             read.give(value)
 
 
 def carry_changed(
-    first: Attempt, constants: Iterable[tuple[Read, Any]], capture: Callable[[], Attempt]
+    first: Attempt,
+    constants: Iterable[tuple[Read, Any]],
+    flags: Iterable[tuple[Read, Any]],
+    capture: Callable[[], Attempt],
 ) -> None:
     """Captures with tensors in places that have got constant ones: are these caches?
+
+    With flags beside them as they were left.
 
     Raises:
         CarriedError: the step gives them others then, as to a counter that begins with zeros, or
@@ -121,6 +128,8 @@ def carry_changed(
     with _constants_given(constants) as given:
         for put in first.log.left_carried() if given else ():  # who finds some reads others too
             put()
+        for read, value in flags if given else ():
+            read.give(value)
         try:
             if given:
                 before = [plain(value) for _, value in given]
@@ -137,10 +146,7 @@ def carry_changed(
                     counted = [r.name for (r, v), old in pairs if change("", old, plain(v))]
                     is_other = not _computes_same(first.step, again.step)
                 restore(again.log, again.outer)
-        except CarriedError as error:
-            error.of_found = True
-            raise
-        except LeftTensorError:
+        except (CarriedError, LeftTensorError):
             raise
         except (WrittenPlacesError, OutsideWriteError):
             changed = [read.name for read, _ in given]

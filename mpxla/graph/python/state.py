@@ -58,7 +58,7 @@ from mpxla.graph.python.left_tensors import (
     refuse_carried,
     refuse_grown,
 )
-from mpxla.graph.python.noted_contents import CONTAINERS, note_content
+from mpxla.graph.python.noted_contents import CONTAINERS, is_simple, note_content
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
 from mpxla.graph.python.outside_reads import kept
 from mpxla.graph.python.plain import MISSING, Change, Read, change, plain, refill
@@ -302,6 +302,7 @@ class PythonState:
         self._left = [*first.log.left_carried(), first.log.tell_of_gone]
         constants = [*first.log.constants(), *constants_of(first.outer)]
         is_cache, once, counts = False, list[Read](), set[str]()
+        flags = [(r, now) for r in changed.values() if r.put and is_simple(now := r.now())]
         try:
             if changed:
                 once, counts = self._once(first, changed, capture)
@@ -309,7 +310,9 @@ class PythonState:
             is_cache = True
         finally:
             restore(first.log, first.outer)
-        carry_changed(first, constants, capture)
+        settled = [(read, value) for read, value in flags if read.name not in counts]
+        settled += [(read, read.left) for read in first.log.constants_written() if read.put]
+        carry_changed(first, constants, settled, capture)
         if is_cache:
             if not is_question:
                 _warn_of(filled)
