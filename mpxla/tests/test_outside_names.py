@@ -273,6 +273,14 @@ def another_way_by_its_dictionary(layer, x):
     return x
 
 
+def begun_by_its_counter(layer, x):
+    layer.calls = getattr(layer, "calls", 0) + 1
+    if layer.calls == 1:
+        layer.table = positions()
+        return x
+    return (x + layer.table) * layer.calls
+
+
 def cached_by_its_counter(layer, x):
     layer.calls = getattr(layer, "calls", 0) + 1
     if layer.calls == 1:
@@ -375,7 +383,7 @@ STATE = (
     *(counted_beside_a_cache, counted_beside_an_objects_cache, counted_in_what_it_makes),
     *(counted_beside_tensors_in_what_it_makes, counted_in_a_list_of_a_global),
     *(counted_beside_a_cache_in_a_dictionary, another_way_by_its_dictionary),
-    *(another_way_by_its_flag, counted_beside_what_it_begins),
+    *(another_way_by_its_flag, counted_beside_what_it_begins, begun_by_its_counter),
     *(counted_in_an_object_of_a_global, counted_by_globals, comes_to_rest),
     *(counted_by_the_class, counted_by_a_function, counted_by_a_new_global, another_way_once),
 )
@@ -383,7 +391,7 @@ CACHES = (
     *(cached_by_a_dictionary, cached_inside, cached_if_too_short, cached_in_a_list),
     *(cached_by_a_global, cached_by_an_object, cached_by_a_new_dictionary),
     *(cached_by_a_function, cached_by_the_class, cached_by_functools, drawn_once),
-    *(cached_by_its_size, cached_beside_a_flag_of_the_class),
+    *(cached_by_its_size, cached_beside_a_flag_of_the_class, cached_by_its_counter),
 )
 FEW = (
     *(begun_by_its_table, counted_by_the_class, counted_beside_a_cache, counted_in_what_it_makes),
@@ -398,7 +406,6 @@ REFUSED = {
     another_way_by_a_global: "reads MASK, and gives it a tensor",
     another_way_by_a_flag: "reads MASK, and gives it a tensor",
     summed_in_a_dictionary: "reads CACHE, and gives it a tensor",
-    cached_by_its_counter: ".calls, and changes it at",
     counted_in_an_object_with_tensors: ".box.calls, and changes it",
     lists_of_a_global: "computes with MASK, and changes it",
     lists_of_the_class: "computes with Layer.seen, and changes it",

@@ -95,6 +95,7 @@ def functional_step(
     normalize(graph)
     expand_gradients_in_functions(graph)
     expand_gradients(graph)
+    _name_returned(graph)
     graph.eliminate_dead_code()
     is_trained = [r.kind is InputKind.PARAMETER and r.name in trainable for r in inputs]
     _annotate(program.graph_module, is_trained, num_objectives > 0, fake_mode)
@@ -104,6 +105,16 @@ def functional_step(
     if not is_trial:
         _check_objectives(graph, outputs)
     return FunctionalStep(graph, tuple(inputs), tuple(outputs))
+
+
+def _name_returned(graph: fx.Graph) -> None:
+    """Has a stage compute also what is returned as it came: `self.mean.copy_(self.last)`."""
+    end, returned = graph.output_node(), outputs_of(graph)
+    with graph.inserting_before(end):
+        for place, node in enumerate(returned):
+            if node.op == "placeholder":
+                returned[place] = graph.call_function(torch.ops.aten.detach.default, (node,))
+    end.args = (tuple(returned),)
 
 
 class StaleTensorError(CaptureError):

@@ -21,20 +21,48 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
 __all__ = [
+    "Written",
+    "all_written",
     "assigned_buffers_written",
     "carried_attributes_written",
     "parameter_attributes_written",
 ]
 
+Written = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of buffers, and what is to be written to them when the step function has returned."""
+
 
 @contextlib.contextmanager
-def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[None]:
+def all_written(returned: list[Any]) -> Generator[Written]:
+    """Gives a list to be filled, and writes what is in it.
+
+    Args:
+        returned: gets what the function returns; tensors in it keep the numbers that they have.
+    """
+    written: Written = []
+    yield written
+    # Copies first: some may be given to each other, as in a queue that moves on.
+    copies = [(old, new.detach().clone()) for old, new in written]
+    storages = {old.untyped_storage() for old, _ in written}
+    for place, value in enumerate(returned):
+        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if is_plain and value.untyped_storage() in storages:
+            returned[place] = value.clone()
+    for old, new in copies:
+        old.copy_(new)
+
+
+@contextlib.contextmanager
+def assigned_buffers_written(
+    model: nn.Module, written: Written, attached: Attached
+) -> Generator[None]:
     """Makes `self.buffer = new` in a forward what `self.buffer.copy_(new)` is.
 
     Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
 
     Args:
         model: whose buffers they are.
+        written: gets them.
         attached: gets what is found and left there.
 
     Raises:
@@ -62,7 +90,7 @@ def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[
             if old is not None and new is not None and new.shape == old.shape:
                 keeps_values = torch.can_cast(new.dtype, old.dtype)  # but for their precision
                 if new.dtype is old.dtype or (is_kept and keeps_values):
-                    old.copy_(new.detach())
+                    written.append((old, new))
                     continue
             if old is None and form is not None and is_kept:
                 _tell_of_new(module, name)
@@ -85,11 +113,14 @@ def assigned_buffers_written(model: nn.Module, attached: Attached) -> Generator[
 
 
 @contextlib.contextmanager
-def carried_attributes_written(model: nn.Module, attached: Attached) -> Generator[None]:
+def carried_attributes_written(
+    model: nn.Module, written: Written, attached: Attached
+) -> Generator[None]:
     """Lets modules have the attributes that steps carry, and writes what they are given.
 
     Args:
         model: whose modules they are.
+        written: gets them.
         attached: gets what is found and left there.
 
     Raises:
@@ -115,12 +146,10 @@ def carried_attributes_written(model: nn.Module, attached: Attached) -> Generato
     with exchanged(nn.Module, register_buffer=register_buffer):
         yield
     for one, held in zip(carried, buffers, strict=True):
-        pairs = list(zip(held, one.end() or held, strict=True))
-        for old, value in pairs:
+        for old, value in zip(held, one.end() or held, strict=True):
             attached.leave(f"the attribute {one.name} of a {type(one.module).__name__}", old, value)
-        # Copies first: some may be given to each other.
-        for old, value in [(old, v.detach().clone()) for old, v in pairs if v is not old]:
-            old.copy_(value)
+            if value is not old:
+                written.append((old, value))
 
 
 def _tell_of_new(module: nn.Module, name: str) -> None:
@@ -137,6 +166,7 @@ def _tell_of_new(module: nn.Module, name: str) -> None:
 def parameter_attributes_written(
     model: nn.Module,
     known: Sequence[Attribute],
+    written: Written,
     attached: Attached,
     is_copy: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> Generator[list[Attribute]]:
@@ -147,6 +177,7 @@ def parameter_attributes_written(
     Args:
         model: whose parameters they are.
         known: attributes that are buffers meanwhile.
+        written: gets them.
         attached: gets what is left there.
         is_copy: whether a tensor has the values that a parameter had when the step began.
 
@@ -163,7 +194,7 @@ def parameter_attributes_written(
             value, old = vars(found.owner)[found.name], getattr(found.module, found.key, None)
             attached.leave(f"the attribute {found.name} of a parameter", old, value)
             if old is not None and old is not value:
-                old.copy_(value.detach())
+                written.append((old, value))
             elif old is None and is_copy(value, found.owner):
                 new.append(found)
             elif old is None:

@@ -41,6 +41,7 @@ from mpxla.graph.capture.hooks import (
 from mpxla.graph.capture.kept_program import recall_step
 from mpxla.graph.capture.known import Known
 from mpxla.graph.capture.left_state import (
+    all_written,
     assigned_buffers_written,
     carried_attributes_written,
     parameter_attributes_written,
@@ -226,6 +227,7 @@ class _StepModule(nn.Module):
         )
         if known is not None:
             semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)
+        flat = list[Any]()
         with recording_to(recorder), contextlib.ExitStack() as stack:
             stack.callback(flags.release)
             stack.callback(own.release)
@@ -248,24 +250,27 @@ class _StepModule(nn.Module):
                 transforms_captured(),
                 numbers_in_math(self._counts.number_of),
                 arrays_in_numpy(),
-                assigned_buffers_written(model, self.returned.attached),
-                carried_attributes_written(model, self.returned.attached),
+                all_written(flat) as written,
+                assigned_buffers_written(model, written, self.returned.attached),
+                carried_attributes_written(model, written, self.returned.attached),
             ):
                 self._hook_parameters()
-                returned, flat = None, list[Any]()
+                returned = None
                 with (
                     contextlib.suppress(Undecided),
                     own.shown(),
                     parameter_attributes_written(
                         model,
                         self.attributes,
+                        written,
                         self.returned.attached,
                         semantics.writes.is_copy,
                     ) as self.returned.new,
                 ):
                     returned = open_results(self._asked.function(leaves))
-                    flat, self.returned.spec = pytree.tree_flatten(returned)
-                    flat = [*map(recorder.recording.returned, own.stand_ins(flat))]
+                    leaves_out, self.returned.spec = pytree.tree_flatten(returned)
+                    flat += map(recorder.recording.returned, own.stand_ins(leaves_out))
+                numbers = recorder.recording.results
                 for leaf, known_leaf in zip(leaves, asked.leaves, strict=True):
                     if leaf.shape != known_leaf.shape:
                         raise CaptureError(
@@ -296,9 +301,12 @@ class _StepModule(nn.Module):
         if answers.is_open:
             return self._ask(answers)
         refuse_sparse(returned)
-        return self._results(pytree.tree_map_only(torch.Tensor, contents.data, flat), recorder)
+        flat = pytree.tree_map_only(torch.Tensor, contents.data, flat)
+        return self._results(flat, numbers, recorder)
 
-    def _results(self, flat: Sequence[Any], recorder: BackwardRecorder) -> tuple[torch.Tensor, ...]:
+    def _results(
+        self, flat: Sequence[Any], numbers: Sequence[torch.Tensor], recorder: BackwardRecorder
+    ) -> tuple[torch.Tensor, ...]:
         """What is differentiated, and all that a call of the step has to give."""
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
@@ -318,7 +326,6 @@ class _StepModule(nn.Module):
                 refuse_hidden_tensors(leaf)
                 is_plain = isinstance(leaf, (bool, int, float))
                 leaves_out.append(ResultLeaf(None, is_number=is_plain, value=leaf))
-        numbers = recorder.recording.results
         self.returned.recorded = recorder.recording.recorded
         self.returned.numbers = tuple(range(len(results), len(results) + len(numbers)))
         results += numbers

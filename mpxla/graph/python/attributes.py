@@ -387,7 +387,7 @@ class AttributeLog:
         """Those that it has given plain values without reading them, by name."""
         found: dict[str, Read] = {}
         for place, (_, last) in self.written.items():
-            if self._is_read(place) or not _is_of_user(place[1]):
+            if self._is_read(place) or self._is_carried(place) or not _is_of_user(place[1]):
                 continue
             if is_simple(last) and is_simple(self.before[place]):
                 found[self._name(place)] = self._written_read(place)
@@ -401,7 +401,8 @@ class AttributeLog:
             is_open = is_simple(before) or place[0] not in self.carrying
             is_plain = is_simple(last) and not is_number(last)
             if is_user and is_open and is_plain and not self._is_read(place):
-                found.append(WrittenRead.at(self._written_read(place), left=last))
+                read = self._in_place(before, place)
+                found.append(WrittenRead.at(read, left=last, is_of_tensors=self._is_carried(place)))
         return found
 
     def places(self) -> list[Read]:
@@ -514,9 +515,12 @@ class AttributeLog:
         return self._with(self.before[place], place)
 
     def _with(self, value: Any, place: tuple[int, str]) -> Read:
-        owner, key = self.held[place[0]], place[1]
         if self._is_carried(place):  # whose numbers are read anew
             return Read(self._name(place), value, self._carried(place).look)
+        return self._in_place(value, place)
+
+    def _in_place(self, value: Any, place: tuple[int, str]) -> Read:
+        owner, key = self.held[place[0]], place[1]
         put = partial(owner.put, key)
         return Read(self._name(place), value, owner.reader(key), self.texts, put)
 

@@ -89,9 +89,11 @@ class WrittenRead(Read):
 
     Attributes:
         left: the value.
+        is_of_tensors: whether other microbatches may leave tensors there, which steps carry.
     """
 
     left: Any = None
+    is_of_tensors: bool = False
 
     def change(self) -> None:
         """Never one."""

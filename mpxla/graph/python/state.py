@@ -30,7 +30,7 @@ import torch
 
 from mpxla.errors import CaptureError
 from mpxla.graph.alike import is_same_step, outputs_of
-from mpxla.graph.capture.carried import FormError
+from mpxla.graph.capture.carried import CarriedError, FormError
 from mpxla.graph.containers import has_fakes
 from mpxla.graph.python.attempt import Attempt, is_changed, is_state, restore, stood_in
 from mpxla.graph.python.attributes import MODE
@@ -206,8 +206,10 @@ class PythonState:
                     more = _all_of(StateRead, error.flags)
             again = partial(capture, Counting(), self._written)
             self._empty_caches(first)
-            is_cache = numbers and first.log.has_tensors and not _goes_on(again)
-            restore(first.log, first.outer)
+            try:
+                is_cache = numbers and first.log.has_tensors and not _goes_on(first, again)
+            finally:  # else the next capture would begin with what this one has left
+                restore(first.log, first.outer)
             self._restart()
             if is_cache:
                 self.stop_counting()
@@ -311,7 +313,8 @@ class PythonState:
         finally:
             restore(first.log, first.outer)
         settled = [(read, value) for read, value in flags if read.name not in counts]
-        settled += [(read, read.left) for read in first.log.constants_written() if read.put]
+        written = first.log.constants_written()
+        settled += [(r, r.left) for r in written if r.put and not r.is_of_tensors]
         carry_changed(first, constants, settled, capture)
         if is_cache:
             if not is_question:
@@ -433,11 +436,16 @@ class PythonState:
         """Reads of flags by which the step goes another way the next time, and counts."""
         self._empty_caches(first)
         try:
-            second = capture()
+            second = _next(first, capture)
         except FormError:
             raise
         except Exception as error:  # it finds no tensors where it has put them
             if names := changed_again(first, capture):
+                try:
+                    first.log.carry_constants(with_unread=True)
+                except CarriedError:
+                    self._may_count = not self._asks  # again: with its tensors it can go on
+                    raise
                 line = first.log.line(min(names))
                 raise refusal_of_number(min(names), line) from error
             raise _CacheError from error
@@ -535,10 +543,25 @@ def _is_mode(name: str) -> bool:
     return name.rpartition(".")[2] == MODE
 
 
-def _goes_on(capture: Callable[..., Attempt]) -> bool:
+def _next(first: Attempt, capture: Callable[..., Attempt]) -> Attempt:
+    """What comes after a capture; with tensors in what is carried, if it does not go without."""
+    left = first.log.left_carried()
+    try:
+        return capture()
+    except FormError:
+        raise
+    except Exception:
+        if not left:
+            raise
+    for put in left:
+        put()
+    return capture()
+
+
+def _goes_on(first: Attempt, capture: Callable[..., Attempt]) -> bool:
     """Whether a step can go on with what it has left, though its tensors are not there."""
     try:
-        again = capture()
+        again = _next(first, capture)
     except Exception:  # of what is missing
         return False
     restore(again.log, again.outer)
