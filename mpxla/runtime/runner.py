@@ -197,13 +197,12 @@ class PlanRunner:
     def _copy_parameters_in(
         self, run: StepRun, given: Mapping[str, torch.Tensor], changed: Sequence[str]
     ) -> None:
-        """Copies parameters that are results, whose memory the next update would take.
+        """Copies parameters and buffers that are results, which later steps and updates change.
 
-        Or that this step has given new values, which the results are not to have.
+        Or to which this step has given new values, which the results are not to have.
         """
         lost = [given[name] for name in changed if name in given]
-        held = lost + [*run.tensors.values()] * self._backend.donates
-        copy_held(run.results, held, self._backend)
+        copy_held(run.results, [*lost, *run.tensors.values()], self._backend)
 
     def problem_of_results(self, function: str, ran: Ran) -> str | None:
         """What is wrong with values that a run made; every rank of the pipeline."""

@@ -1,4 +1,4 @@
-"""Tensors that a step moves from one buffer or attribute to another, or returns as they were."""
+"""Tensors that a step moves between buffers and attributes, or returns as they were."""
 
 from functools import partial
 
@@ -88,6 +88,20 @@ def constant_before_and_a_count(net, _):
     return net.now - (0 if net.before is None else net.before / net.count), net.now
 
 
+def parameter_returned(net, _):
+    weight = net.last.weight
+    return net.u, torch.stack([weight[0].clone(), net.v])
+
+
+def copy_of_a_parameter_returned(net, _):
+    return net.u, net.last.weight.detach().to(torch.float32, copy=True)
+
+
+def parameter_left(net, _):
+    net.left = net.last.weight[0].detach().clone()
+    return net.v, net.last.weight.clone()
+
+
 FEW = (
     *(attributes_swapped, buffers_swapped, attributes_of_a_parameter_swapped),
     *(old_buffer_returned, buffers_copied, only_left, one_before_and_a_count),
@@ -95,6 +109,7 @@ FEW = (
 ALL = (
     *(*FEW, buffer_and_attribute_swapped, moved_on, part_of_an_old_attribute_returned),
     *(buffer_returned_and_written_to, one_before, constant_before_and_a_count),
+    *(parameter_returned, copy_of_a_parameter_returned, parameter_left),
 )
 
 
@@ -157,19 +172,24 @@ def trained(stages, functions):
         for number in range(3):
             optimizer.zero_grad()
             results = zip(*(one.outputs for one in step(model, batch(number))), strict=True)
-            seen += [value.tolist() for pair in results for value in pair]
             optimizer.step()
+            seen += [value.tolist() for pair in results for value in pair]  # as before the update
             seen.append(look(net))
         found.append(seen)
     return found
 
 
 @pytest.mark.parametrize(
-    ("stages", "functions"),
-    [(1, FEW), *(pytest.param(n, ALL, marks=pytest.mark.slow) for n in (1, 2))],
+    ("stages", "functions", "env"),
+    [
+        (1, FEW, {"MPXLA_DEVICE": "pjrt"}),
+        pytest.param(1, ALL, {}, marks=pytest.mark.slow),
+        pytest.param(2, ALL, {"MPXLA_DEVICE": "pjrt"}, marks=pytest.mark.slow),
+    ],
+    ids=["few", "all", "stages"],
 )
-def test_they_are_what_they_are_in_pytorch(stages, functions):
-    for results in run_ranks(trained, stages, stages, functions, env={"MPXLA_DEVICE": "pjrt"}):
+def test_they_are_what_they_are_in_pytorch(stages, functions, env):
+    for results in run_ranks(trained, stages, stages, functions, env=env):
         for function, seen in zip(functions, results, strict=True):
             for found, wanted in zip(seen, expected(function), strict=True):
                 if isinstance(wanted, dict) and stages > 1:  # others are on another rank

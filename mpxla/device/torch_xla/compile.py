@@ -297,7 +297,9 @@ def _compile_whole(
         # Python objects for one tensor of torch_xla, such as `t()` of a vector, are one result.
         tensor_id = _xla._xla_get_tensor_id(value)
         passed_on = argument_of_id.get(tensor_id)
-        if passed_on is not None:
+        if passed_on is None and _is_data(value):
+            (passed_on,) = _program_inputs([value], argument_of_id)
+        if isinstance(passed_on, int):
             results.append((passed_on,))
             continue
         if tensor_id not in index_of:
@@ -317,6 +319,11 @@ def _compile_whole(
     _xla._xla_warm_up_cache(roots, [])
     _xla._clear_pending_irs(str(device))
     return Executable(name, graph_hash, sources, results, is_ordered)
+
+
+def _is_data(value: torch.Tensor) -> bool:
+    """Whether nothing computes a tensor: copies of arguments are others, which no program gives."""
+    return "xla::device_data" in _xla._get_xla_tensor_debug_info(value)
 
 
 def _as_named(value: torch.Tensor) -> torch.Tensor:
