@@ -142,6 +142,7 @@ class Slots:
             tuple(tuple(id(p) for p in group) for group in trained),
             tuple((p.parameter, p.gradient, p.source, *p.state.items()) for p in flat),
             rate_of,
+            tuple(map(_dtype, self.tensors)),  # `load_state_dict` may change those of counters
         )
         self._remember(flat)
 
@@ -201,9 +202,10 @@ class Slots:
                 return False
         self.tensors = found
         # What the last update has left needs no other look.
-        new = (t for t, own in zip(found, self._own, strict=True) if t is not own)
+        places = zip(found, self._own, self.key[-1], strict=True)
+        new = [(tensor, dtype) for tensor, own, dtype in places if tensor is not own]
         is_there = self._backend.is_on_device
-        is_complete = all(isinstance(t, torch.Tensor) and is_there(t) for t in new)
+        is_complete = all(_dtype(tensor) is dtype and is_there(tensor) for tensor, dtype in new)
         return is_complete and len(set(map(id, found))) == len(found)
 
     def let_go(self, arguments: list[Buffer]) -> None:
@@ -255,6 +257,10 @@ class Slots:
                 state[key] = own[place]
         for place, _ in written:  # the backend knows the buffers of parameters
             own[place] = held[place] = None
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _rates(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[int | None, ...]]:

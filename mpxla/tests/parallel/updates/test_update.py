@@ -1,5 +1,6 @@
 """Compiled updates against the same optimizer on the host."""
 
+import copy
 import math
 
 import pytest
@@ -278,3 +279,29 @@ def step_with_rate_zero(name):
 def test_a_rate_of_zero_moves_nothing(name):
     (values,) = run_ranks(step_with_rate_zero, 1, name)
     torch.testing.assert_close(values[3:], values[:3], rtol=1e-5, atol=1e-20)
+
+
+def resume(name):
+    """Loads its own state as scripts do: torch gives counters the type of the parameters."""
+    from mpxla.parallel.updates.update import CompiledUpdate
+
+    backend = backend_here()
+    values = []
+    for compiled in (False, True):
+        device = backend.device if compiled else "cpu"
+        weight = torch.nn.Parameter(torch.tensor([0.5, 0.0, -1.0], dtype=torch.float64).to(device))
+        optimizer = OPTIMIZERS[name]([weight])
+        update = CompiledUpdate(optimizer, backend) if compiled else optimizer
+        for number in range(4):
+            weight.grad = torch.tensor([1.0, -2.0, 0.3], dtype=torch.float64).to(device)
+            update.step()
+            if number == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            backend.flush()
+            values.append(weight.detach().cpu().clone())
+    return values
+
+
+def test_state_may_change_its_type():
+    (values,) = run_ranks(resume, 1, "NAdam", env={"MPXLA_DEVICE": "pjrt"})
+    torch.testing.assert_close(values[4:], values[:4])
