@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from mpxla.errors import CaptureError
+from mpxla.graph.fakes import storage_of
 from mpxla.graph.stepgraph import module_path
 from mpxla.graph.typed import arguments_of, input_of, origin_of
 from mpxla.graph.user_code import line_of
@@ -112,7 +113,7 @@ def _detach_outputs(body: fx.GraphModule, are_written: bool) -> None:
     graph = body.graph
     output = graph.output_node()
     memories = Counter(
-        _memory_of(value)
+        storage_of(value)
         for node in (*graph.find_nodes(op="placeholder"), *output.all_input_nodes)
         if isinstance(value := node.meta.get("val"), torch.Tensor)
     )
@@ -124,7 +125,7 @@ def _detach_outputs(body: fx.GraphModule, are_written: bool) -> None:
         with graph.inserting_before(output):
             node = graph.call_function(_aten.detach.default, (value,))
             node.meta = dict(value.meta)
-            if are_written and memories[_memory_of(fake)] == 1:
+            if are_written and memories[storage_of(fake)] == 1:
                 # What is written to it later has a gradient, which a view by `detach` would lose.
                 node = graph.call_function(_aten.clone.default, (node,))
                 node.meta = dict(value.meta)
@@ -132,10 +133,6 @@ def _detach_outputs(body: fx.GraphModule, are_written: bool) -> None:
 
     output.args = fx.map_arg(output.args, detach)
     body.recompile()
-
-
-def _memory_of(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def has_writes(graph: fx.Graph) -> bool:

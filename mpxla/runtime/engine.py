@@ -219,9 +219,10 @@ class StepEngine:
             more, later = self._run(call)
             parts, runs, passes = [*parts, *more], [*runs, *later], [*passes, *call.passes]
         self._states.set_flags(left_flags(passes), lent)
-        written = ((read, one is passes[-1]) for one in passes for read in one.plan.written)
-        for read in (read for read, is_last in written if is_last or not read.is_of_tensors):
-            read.leave()
+        for one in passes:
+            for read in one.plan.written:
+                if one is passes[-1] or not read.is_of_tensors:
+                    read.leave()
         own_count = call.signature.num_microbatches // self._num_batches
         first = self._place % self._num_batches * own_count
         returned = self._runner.outputs(parts, slice(first, first + own_count))

@@ -16,6 +16,7 @@ from mpxla.graph.capture.carried import CarriedError, Form, all_carried, form_of
 from mpxla.graph.capture.tensor_places import Attribute, attributes_of
 from mpxla.graph.capture.writes import described
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.fakes import storage_of
 from mpxla.graph.partition.modules import joined_path
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -43,10 +44,10 @@ def all_written(returned: list[Any]) -> Generator[Written]:
     yield written
     # Copies first: some may be given to each other, as in a queue that moves on.
     copies = [(old, new.detach().clone()) for old, new in written]
-    storages = {old.untyped_storage() for old, _ in written}
+    storages = {storage_of(old) for old, _ in written}
     for place, value in enumerate(returned):
         is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if is_plain and value.untyped_storage() in storages:
+        if is_plain and storage_of(value) in storages:
             returned[place] = value.clone()
     for old, new in copies:
         old.copy_(new)

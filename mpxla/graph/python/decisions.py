@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch._C import DisableTorchFunction
 
 from mpxla.errors import CaptureError
+from mpxla.graph.fakes import storage_of
 
 __all__ = ["Decisions", "OfModelError", "Tape", "Written"]
 
@@ -231,7 +232,7 @@ class Tape:
 
 def _storages(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Memory of tensors; views share it."""
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)  # pyright: ignore[reportPrivateUsage]
+    return frozenset(map(storage_of, tensors))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -77,8 +77,6 @@ def changed_again(first: Attempt, capture: Callable[[], Attempt]) -> set[str]:
         try:
             with _constants_given(constants_of(fakes)):
                 again = capture()
-        except CarriedError:
-            raise
         except Exception:  # of these values
             return set()
         names = set(again.changed())
@@ -146,7 +144,7 @@ def carry_changed(
                     counted = [r.name for (r, v), old in pairs if change("", old, plain(v))]
                     is_other = not _computes_same(first.step, again.step)
                 restore(again.log, again.outer)
-        except (CarriedError, LeftTensorError):
+        except LeftTensorError:
             raise
         except (WrittenPlacesError, OutsideWriteError):
             changed = [read.name for read, _ in given]

@@ -296,10 +296,11 @@ class PythonState:
             own = [read for read in own if not _is_mode(read.name)]
         known, filled = kept([*outer, *own])
         reads = [*reads, *known, *self._followed.values(), *records.values()]
+        written = first.log.constants_written()
         is_question = first.step.is_question  # which leaves nothing
         if not is_question:
             told = {*names, *self._followed}
-            reads += [r for r in first.log.constants_written() if r.name not in told]
+            reads += [r for r in written if r.name not in told]
         left = [] if is_question else first.left()
         self._left = [*first.log.left_carried(), first.log.tell_of_gone]
         constants = [*first.log.constants(), *constants_of(first.outer)]
@@ -313,7 +314,6 @@ class PythonState:
         finally:
             restore(first.log, first.outer)
         settled = [(read, value) for read, value in flags if read.name not in counts]
-        written = first.log.constants_written()
         settled += [(r, r.left) for r in written if r.put and not r.is_of_tensors]
         carry_changed(first, constants, settled, capture)
         if is_cache:
