@@ -11,8 +11,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.graph.containers import open_containers
+from mpxla.graph.memory import share_memory
 from mpxla.graph.python.rewritten import Rewritten
-from mpxla.runtime.shared_memory import extent
 from mpxla.runtime.signature import Signature
 
 __all__ = ["problem_of_memory", "write_back"]
@@ -41,19 +41,9 @@ def problem_of_memory(
                 f"before it. Change a copy: x = x.clone()."
             )
         for other, tensor in zip(paths, microbatches[0], strict=True):
-            if other != path and _share_memory(tensor, parts[0]):
+            if other != path and share_memory(tensor, parts[0]):
                 return f"{text}which shares memory with the argument {other}. Pass a copy of one."
     return None
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors on the host may overlap."""
-    if {one.device.type, other.device.type} != {"cpu"} or not one.numel() or not other.numel():
-        return one is other
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-    (first, end), (start, last) = map(extent, (one, other))
-    return first < last and start < end
 
 
 def write_back(

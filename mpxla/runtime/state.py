@@ -10,7 +10,7 @@ import contextlib
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture.carried import CarriedTensor
 from mpxla.graph.capture.held_tensors import held_tensors
 from mpxla.graph.capture.hooks import refuse_gradient_hooks
-from mpxla.graph.capture.own_parameters import Former, memory
+from mpxla.graph.capture.own_parameters import Former
 from mpxla.graph.capture.tensor_places import HeldTensor, fix_mask, may_decide, set_by_users
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.memory import Memory, memory, sharing
 from mpxla.graph.partition.modules import joined_path
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.shared_memory import warn_of_shared_memory
@@ -48,6 +49,7 @@ class ModelState:
         shards: those of them whose parameters are divided likewise, and have no storage themselves
             once they are placed.
         parts: what it holds of them.
+        sharing: buffers that have elements in common, or had before they moved.
         is_lent: whether the module has other tensors in the places of its own, see `lent`.
     """
 
@@ -62,8 +64,10 @@ class ModelState:
         self.shards: dict[str, FlatShard] = {}
         self.parts: dict[str, nn.Parameter] = {}
         self.is_lent = False
+        self.sharing: set[tuple[str, str]] = set()
         self._recorded: list[torch.Tensor] = []
-        self._former: list[tuple[StorageWeakRef, Any, nn.Parameter]] = []
+        self._former: list[tuple[StorageWeakRef, Memory | None, nn.Parameter | str]] = []
+        self._left: dict[str, Callable[[], torch.Tensor | None]] = {}
         self.take_in()
 
     def take_in(self) -> None:
@@ -78,7 +82,7 @@ class ModelState:
                 new.append(own)
         for name, places in list(self._places.items()):
             self._places[name] = [place for place in places if not place.is_left]
-        owned = self._owned()
+        owned, num_buffers = self._owned(), len(self._places)
         known |= {id(buffer): name for name, buffer in self.buffers.items()}
         for path, owner in self.module.named_modules():
             for held in held_tensors(owner):
@@ -86,6 +90,8 @@ class ModelState:
                     free, tensor = self._free(joined_path(path, held.key)), held.get()
                     own = free if tensor is None else known.setdefault(id(tensor), free)
                     self._places.setdefault(own, []).append(held)
+        if len(self._places) > num_buffers:
+            self.sharing |= set(sharing(self.buffers))
         if self._dividing is not None:
             self._divide(new)
 
@@ -151,6 +157,11 @@ class ModelState:
         """Replaces a buffer in every module that holds it."""
         for place in self._places[name]:
             place.put(value)
+        self._left[name] = weakref.ref(value)
+
+    def is_left(self, name: str) -> bool:
+        """Whether a buffer is what was set here: no script has put another one in its place."""
+        return name in self._left and self.buffer(name) is self._left[name]()
 
     def fix_masks(self) -> list[torch.Tensor]:
         """Makes masks among the buffers constants that every rank has; returns these."""
@@ -293,9 +304,7 @@ class ModelState:
         self._placed |= parameters.keys() | buffers.keys()
         self._recorded += [t.detach() for t in (*parameters.values(), *buffers.values())]
         for name, parameter in parameters.items():
-            if parameter.device.type == "cpu":
-                storage = StorageWeakRef(parameter.untyped_storage())
-                self._former.append((storage, memory(parameter), parameter))
+            self._note_former(parameter, parameter)
             if name in self.shards and name in local:
                 continue  # it goes to the device part by part, once replicas have equal values
             if name in local:
@@ -303,6 +312,7 @@ class ModelState:
             else:
                 _exchange(name, parameter, torch.device("meta"), AbsentParameter)
         for name, buffer in buffers.items():
+            self._note_former(buffer, name)
             if name in local:
                 self.set_buffer(name, materialize(name, buffer).to(device))
             else:
@@ -326,18 +336,30 @@ class ModelState:
         names = other.names_now
         self.shards = {names[n]: shard for n, shard in other.shards.items() if n in names}
 
+    def _note_former(self, tensor: torch.Tensor, own: nn.Parameter | str) -> None:
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._former.append((storage, memory(tensor), own))
+
     def former_owner(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a host tensor shared its memory with before parameters moved."""
         if tensor.device.type != "cpu":
             return None
         own = StorageWeakRef(tensor.untyped_storage())
-        former = (p for ref, _, p in self._former if ref == own)
+        former = (p for ref, _, p in self._former if ref == own and not isinstance(p, str))
         return next((p for p in former if not isinstance(p, AbsentParameter)), None)
 
     def former(self) -> Former:
-        """Parameters by their memory before they moved, where something still has it."""
-        held = ((where, p) for storage, where, p in self._former if not storage.expired())
-        return {where: parameter for where, parameter in held if where is not None}
+        """Parameters and buffers by their memory before they moved, if something still has it."""
+        found: dict[Memory, torch.Tensor] = {}
+        for storage, where, own in self._former:
+            if where is None or storage.expired():
+                continue
+            if isinstance(own, nn.Parameter):
+                found[where] = own
+            elif self.is_left(own) and (buffer := self.buffer(own)) is not None:
+                found[where] = buffer
+        return found
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
         """Makes all parameters and buffers host tensors with these values, by any name."""

@@ -9,12 +9,13 @@ there. This module must not know graphs or schedules.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from mpxla.comm.packing import describe
+from mpxla.graph.capture.aliases import Aliases
+from mpxla.graph.capture.own_parameters import Former
 from mpxla.graph.partition.modules import joined_path
 from mpxla.runtime.state import ModelState
 from mpxla.stage.flat import FlatShard
@@ -45,7 +46,11 @@ class Member:
 
 
 class ModelStates:
-    """The `ModelState` of every model, by the model's label (empty for the first one)."""
+    """The `ModelState` of every model, by the model's label (empty for the first one).
+
+    Attributes:
+        aliases: tensors of the script that are buffers of the models.
+    """
 
     def __init__(self) -> None:
         self._states: dict[str, ModelState] = {}
@@ -53,6 +58,7 @@ class ModelStates:
         self._names: dict[str, dict[str, str]] = {}
         self._holders: dict[str, list[tuple[ModelState, str]]] = {}
         self._module: nn.Module | None = None
+        self.aliases = Aliases()
 
     def add(self, state: ModelState) -> str:
         """Takes in a model; returns its label."""
@@ -76,6 +82,8 @@ class ModelStates:
         for own in state.buffer_names:  # also of places that have none yet
             if own not in names:
                 self._name(label, own, joined_path(label, own))
+        for one, other in ((names[a], names[b]) for a, b in state.sharing):
+            self.aliases.parts |= {one: f"the buffer {other}", other: f"the buffer {one}"}
 
     def _name(self, label: str, own: str, name: str) -> None:
         self._names[label][own] = name
@@ -132,9 +140,9 @@ class ModelStates:
 
     # --- names ----------------------------------------------------------------------------------
 
-    def former(self) -> dict[Any, nn.Parameter]:
-        """Parameters by their memory before they moved, where something still has it."""
-        return {where: p for state in self._states.values() for where, p in state.former().items()}
+    def former(self) -> Former:
+        """See `ModelState.former`, of all models."""
+        return {where: t for state in self._states.values() for where, t in state.former().items()}
 
     def owners(self, names: Iterable[str]) -> set[str]:
         """Labels of the models that have some tensors."""
@@ -219,6 +227,9 @@ class ModelStates:
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
         for state, own in self._holders[name]:
+            if state.is_left(own):
+                for alias in self.aliases.of(name):
+                    alias.copy_(value)
             state.set_buffer(own, value)
 
     def forget_buffer(self, name: str) -> None:

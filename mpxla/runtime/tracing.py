@@ -236,7 +236,7 @@ class Tracing:
                         partial(run, counting=counting, stand_ins=stand_ins, notes=notes),
                         *(model, asked.tensor_leaves, names, values, self.graphs),
                         *(signature.answers, counting.left, thawed, self.decided),
-                        *(self.replicas, self.floats, self.states.former()),
+                        *(self.replicas, self.floats, self.states.former(), self.states.aliases),
                     )
                 )
             except ChangedArgumentError as error:
@@ -314,4 +314,6 @@ class Tracing:
         step, own_reads = self.state.judged(attempt)
         signature = replace(signature, counts=self.state.counts)
         reads = [*own_reads, *map(ModuleRead.of, step.modules)]
+        constants = (*step.constants.values(), *(tensor for tensor, _ in step.reads))
+        reads += self.states.aliases.reads(constants)
         return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]

@@ -4,7 +4,7 @@ Export sees writes to the tensors of buffers only; what is assigned becomes one.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ Written = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @contextlib.contextmanager
-def all_written(returned: list[Any]) -> Generator[Written]:
+def all_written(returned: list[Any], note: Callable[[torch.Tensor], None]) -> Generator[Written]:
     """Gives a list to be filled, and writes what is in it.
 
     Args:
         returned: gets what the function returns; tensors in it keep the numbers that they have.
+        note: gets each tensor before it is written to.
     """
     written: Written = []
     yield written
@@ -50,6 +51,7 @@ def all_written(returned: list[Any]) -> Generator[Written]:
         if is_plain and storage_of(value) in storages:
             returned[place] = value.clone()
     for old, new in copies:
+        note(old)
         old.copy_(new)
 
 
@@ -77,6 +79,7 @@ def assigned_buffers_written(
             attached.find(joined_path(path, name), old)
     yield
     resized: list[tuple[nn.Module, str, Form]] = []
+    _refuse_parted(modules)
     for path, module, before in modules:
         table: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
         for name, old in before.items():
@@ -111,6 +114,22 @@ def assigned_buffers_written(
             )
     if resized:
         raise CarriedError(resized)
+
+
+def _refuse_parted(modules: Iterable[tuple[str, nn.Module, Mapping[str, Any]]]) -> None:
+    """Refuses to give two buffers that are one tensor different ones: they have one name here."""
+    left: dict[int, tuple[str, Any]] = {}
+    for path, module, before in modules:
+        for name, old in before.items():
+            new, called = module._buffers[name], joined_path(path, name)  # pyright: ignore[reportPrivateUsage]
+            other, left_there = left.setdefault(id(old), (called, new))
+            if old is not None and new is not left_there:
+                raise CaptureError(
+                    f"The step function assigns to one of the buffers {other} and {called}, which "
+                    f"were one tensor, and not to the other. Write to both "
+                    f"(self.buffer.copy_(new)), or let each have a tensor of its own from the "
+                    f"start: register_buffer(name, tensor.clone())."
+                )
 
 
 @contextlib.contextmanager

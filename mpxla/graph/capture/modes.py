@@ -29,7 +29,7 @@ from mpxla.graph.capture.functions import (
 )
 from mpxla.graph.capture.gradient_hooks import hook_tensor
 from mpxla.graph.capture.hooks import refuse_gradients
-from mpxla.graph.capture.own_parameters import OwnParameters, memory
+from mpxla.graph.capture.own_parameters import OwnParameters
 from mpxla.graph.capture.pieces import Joins, Pieces
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.capture.recurrent import Recurrences
@@ -39,6 +39,7 @@ from mpxla.graph.capture.sparse import has_sparse, run_sparse
 from mpxla.graph.capture.whole_parameters import WholeParameters
 from mpxla.graph.capture.writes import HiddenWrites
 from mpxla.graph.gradients import Gradients
+from mpxla.graph.memory import memory
 from mpxla.graph.python.answers import Answers
 from mpxla.graph.python.counts import Counts
 from mpxla.graph.python.decisions import Tape
@@ -93,7 +94,13 @@ class StepSemantics(TorchFunctionMode):
         self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self.own.stand_ins((tuple(args), kwargs or {}))
+        own_args, own_kwargs = self.own.stand_ins((tuple(args), kwargs or {}))
+        found = self._meant(func, own_args, own_kwargs)
+        # `self.mean += x` assigns what the write gives, which is to be the tensor that was there.
+        is_first = bool(args) and found is own_args[0]
+        return args[0] if is_first and type(found) is not type(args[0]) else found
+
+    def _meant(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = self._wholes.given(self.writes.call, func, args, kwargs)
         if (later := made_later(func, args)) is not None:
             return later

@@ -6,36 +6,25 @@ of torch: `if p in self.frozen` would be false in silence if modules showed the 
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._C import DisableTorchFunction
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._export import wrappers
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture.aliases import SecondNames
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.memory import Memory, memory
 from mpxla.graph.stepgraph import InputKind, StepGraph
 
-__all__ = ["Former", "OwnParameters", "memory"]
+__all__ = ["Former", "OwnParameters"]
 
-
-Former = Mapping[tuple[Any, ...], nn.Parameter]
-"""Parameters by their `memory` from before they moved, where something still has it."""
-
-
-def memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors that read one memory alike; None where there is no address."""
-    if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
-        return None
-    try:
-        where = tensor.data_ptr()
-    except RuntimeError:  # a transformation of torch computes with it
-        return None
-    return (where, tensor.dtype, tensor.shape, tensor.stride()) if where else None
+Former = Mapping[Memory, torch.Tensor]
+"""Parameters and buffers by their memory from before they moved, where something still has it."""
 
 
 class OwnParameters:
@@ -44,27 +33,36 @@ class OwnParameters:
     Args:
         model: has the stand-ins, now.
         real: the model's own parameters, by name.
-        former: where they were.
+        buffers: its own buffers, by name.
+        former: where both were.
+        seconds: what stands for other tensors that are its buffers.
     """
 
     def __init__(
         self,
         model: nn.Module,
         real: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
         former: Former,
+        seconds: SecondNames,
     ):
         named = [*model.named_parameters()]
         self._stand_ins = {id(real[name]): stand_in for name, stand_in in named}
         self._own = {id(stand_in): real[name] for name, stand_in in named}
-        self._model = model
-        self._memory: dict[tuple[Any, ...] | None, nn.Parameter] = {**former}
-        self._memory |= {memory(parameter): parameter for parameter in real.values()}
+        self._model, self.seconds = model, seconds
+        self._memory: dict[Memory | None, torch.Tensor] = {**former}
+        # Parameters last: a buffer that is parameter.data is none of its own.
+        self._memory |= {memory(own): own for own in (*buffers.values(), *real.values())}
         self._memory.pop(None, None)
         self.detached: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 
     def stand_in(self, value: Any) -> Any:
-        """What stands for a parameter of the model; others as they are."""
-        return self._stand_ins.get(id(value), value)
+        """What stands for a parameter of the model, or for a tensor that is one of its buffers.
+
+        Others are given as they are.
+        """
+        found = self._stand_ins.get(id(value), value)
+        return found if type(found) is not torch.Tensor else self._as_buffer(found)
 
     def stand_ins(self, tree: Any) -> Any:
         """Arguments with these in the place of parameters, and of views of all of one."""
@@ -74,22 +72,37 @@ class OwnParameters:
         if type(value) is not torch.Tensor:
             return self.stand_in(value)
         with DisableTorchFunction():
-            parameter = self._memory.get(memory(value))
-        stand_in = self._stand_ins.get(id(parameter))
-        return value if stand_in is None else self.detached(stand_in)
+            stand_in = self._stand_ins.get(id(self._own_of(value)))
+        return self._as_buffer(value) if stand_in is None else self.detached(stand_in)
 
-    def check(self, step: StepGraph) -> None:
-        """Checks, at the end, that a captured step uses no parameter as a constant.
+    def _own_of(self, value: torch.Tensor) -> torch.Tensor | None:
+        return self._memory.get(memory(value))
+
+    def _as_buffer(self, value: torch.Tensor) -> torch.Tensor:
+        with DisableTorchFunction():
+            return self.seconds.seen(value, self._own_of(value))
+
+    def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes in which tensors of the script a step has written to in place.
 
         Raises:
-            CaptureError: it does.
+            AgainError: some are buffers, which stand for them from the next capture on.
+        """
+        self.seconds.tie(self.seconds.named(map(self._own_of, tensors)))
+
+    def check(self, step: StepGraph) -> None:
+        """Checks, at the end, that a captured step uses no parameter or buffer as a constant.
+
+        Raises:
+            CaptureError: it does; see `SecondNames.check`, too.
         """
         known, self._memory = self._memory, {}
+        self.seconds.check(step)
         used = [role for node, role in step.roles.items() if node.users]
         constants = [role for role in used if role.kind is InputKind.CONSTANT]
         for role in constants:
             parameter = known.get(memory(step.constants[role.name]))
-            if parameter is not None:
+            if isinstance(parameter, nn.Parameter):
                 raise CaptureError(
                     f"The step function gives a parameter of shape {list(parameter.shape)} to code "
                     f"that a capture does not see (a function of C++, or under "

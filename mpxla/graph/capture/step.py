@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import CaptureError, MpxlaError
+from mpxla.graph.capture.aliases import Aliases, SecondNames
 from mpxla.graph.capture.attached import Attached
 from mpxla.graph.capture.carried import carry_written
 from mpxla.graph.capture.checkpoints import checkpoints_noted
@@ -155,7 +156,8 @@ class ToCapture:
             asked for; gets others, if masks choose no rows. None if it may not ask.
         replicas: ranks that hold the same tensors, this one among them, for collectives.
         floats: which modules call `float` of what has no value; gets others.
-        former: where parameters of the model were before they moved.
+        former: where parameters and buffers of the model were before they moved.
+        aliases: tensors of the script that are buffers of the model; gets others.
         joins: of pieces, which every capture of it tries alike.
     """
 
@@ -172,6 +174,7 @@ class ToCapture:
     replicas: Sequence[int] = ()
     floats: Floats = field(default_factory=Floats)
     former: Former = field(default_factory=dict)
+    aliases: Aliases = field(default_factory=Aliases)
     joins: Joins = field(init=False, default_factory=Joins)
 
 
@@ -186,7 +189,9 @@ class _StepModule(nn.Module):
     def __init__(self, asked: ToCapture, counts: Counts, lines: tuple[str, ...] | None):
         super().__init__()
         real = dict(asked.model.named_parameters())
-        self._real = lambda: real  # no dictionary: export compares what modules hold
+        buffers = dict(asked.model.named_buffers(remove_duplicate=False))
+        # No dictionaries: export compares what modules hold.
+        self._real = lambda: (real, buffers)
         self.model = asked.model
         self._asked, self._counts, self._lines = asked, counts, lines
         self.returned = _Returned()
@@ -205,11 +210,12 @@ class _StepModule(nn.Module):
         known, model = self._asked.known, self._asked.model
         tape = None if known is None else Tape()
         answers = Answers(self._asked.answers, self._lines)
-        own = OwnParameters(model, self._real(), self._asked.former)
+        asked, (parameters, buffers) = self._asked, self._real()
+        seconds = SecondNames(model, buffers, asked.canonical_names, asked.former, asked.aliases)
+        own = OwnParameters(model, parameters, buffers, asked.former, seconds)
         wholes = WholeParameters(model)
         flags = Flags(model, self._asked.thawed, own)
         self.returned.thawed = flags.thawed
-        asked = self._asked
         semantics = StepSemantics(
             *(self._counts, own, wholes, flags, tape, answers),
             *(asked.replicas, asked.floats, asked.joins),
@@ -250,7 +256,7 @@ class _StepModule(nn.Module):
                 transforms_captured(),
                 numbers_in_math(self._counts.number_of),
                 arrays_in_numpy(),
-                all_written(flat) as written,
+                all_written(flat, seconds.note_assigned) as written,
                 assigned_buffers_written(model, written, self.returned.attached),
                 carried_attributes_written(model, written, self.returned.attached),
             ):
@@ -457,6 +463,7 @@ def _captured(
             if returned.semantics is not None:
                 returned.semantics.writes.restore()
                 outside = returned.semantics.writes.outside
+                returned.semantics.own.note_written(tensor for tensor, *_ in outside)
             if returned.thawed:
                 raise AgainError(returned.thawed, thaw) from error
             is_final = known is not None and known.decide_sizes

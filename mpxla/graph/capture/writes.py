@@ -63,6 +63,7 @@ class HiddenWrites:
             return self._set_data(*args)
         if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
             rest = {key: value for key, value in kwargs.items() if key != "tensor"}
+            self._note_outside(kwargs["tensor"])
             return self._write(func, (kwargs["tensor"],), rest)
         if name.startswith("_foreach_") and name.endswith("_"):
             each = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.graph.memory import sharing
 from mpxla.runtime.shared_memory import warn_of_shared_memory
 from mpxla.tests.clients import logged
 from mpxla.tests.ranks.run import run_ranks
@@ -30,6 +31,15 @@ def test_what_shares_memory_is_named(number):
         )
     (line,) = lines
     assert f"the parameters one{number} and two{number} share memory" in line
+
+
+def test_every_part_of_a_whole_is_named():
+    whole = torch.randn(8)
+    tensors = {"first": whole[:3], "whole": whole, "last": whole[5:], "other": torch.randn(8)}
+    assert set(map(frozenset, sharing(tensors))) == {
+        frozenset({"first", "whole"}),
+        frozenset({"last", "whole"}),
+    }
 
 
 def test_parts_of_one_storage_share_nothing():
