@@ -97,8 +97,8 @@ class StepSemantics(TorchFunctionMode):
         own_args, own_kwargs = self.own.stand_ins((tuple(args), kwargs or {}))
         found = self._meant(func, own_args, own_kwargs)
         # `self.mean += x` assigns what the write gives, which is to be the tensor that was there.
-        is_first = bool(args) and found is own_args[0]
-        return args[0] if is_first and type(found) is not type(args[0]) else found
+        is_of_script = bool(args) and type(args[0]) is torch.Tensor and found is own_args[0]
+        return args[0] if is_of_script else found
 
     def _meant(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = self._wholes.given(self.writes.call, func, args, kwargs)

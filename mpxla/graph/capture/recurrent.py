@@ -211,7 +211,8 @@ def _is_packed(args: Sequence[Any]) -> bool:
 
 
 def _is_called_by_torch() -> bool:
-    frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    # `function`, and `_meant` and `__torch_function__` of the mode are between.
+    frame = sys._getframe(4)  # pyright: ignore[reportPrivateUsage]
     return frame.f_globals.get("__name__", "") == "torch.nn.utils.rnn"
 
 
