@@ -16,7 +16,7 @@ from mpxla.graph.capture.carried import settle
 from mpxla.graph.capture.functional_step import StaleTensorError
 from mpxla.graph.capture.known import Known, with_values_if_needed
 from mpxla.graph.capture.reads import ModuleRead, ValueRead
-from mpxla.graph.capture.recorder import current_recorder
+from mpxla.graph.capture.recorder import BackwardRecorder, current_recorder, recording_to
 from mpxla.graph.capture.step import ToCapture, capture_step
 from mpxla.graph.capture.tensor_places import fix_mask, is_constant
 from mpxla.graph.python.answers import Guess
@@ -25,8 +25,9 @@ from mpxla.graph.python.container_state import tensor_entries
 from mpxla.graph.python.counted import Counting
 from mpxla.graph.python.draws import Drawer, Draws
 from mpxla.graph.python.floats import Floats
-from mpxla.graph.python.held_objects import held_objects
+from mpxla.graph.python.held_objects import Held, held_objects
 from mpxla.graph.python.left_numbers import RecordRead, StandIns, numbers_left
+from mpxla.graph.python.made_objects import Making
 from mpxla.graph.python.memos import fill_memos, stale_memos
 from mpxla.graph.python.new_names import NewNames
 from mpxla.graph.python.noted_attributes import attributes_noted
@@ -42,9 +43,10 @@ from mpxla.graph.python.sources import (
     random_numbers_noted,
 )
 from mpxla.graph.python.state import PythonState
-from mpxla.graph.stepgraph import StepGraph, is_random
+from mpxla.graph.stepgraph import OutputKind, StepGraph, is_random
 from mpxla.graph.user_code import AgainError, OutsideWriteError, UndecidedError, ValueNeededError
 from mpxla.kept import Kept
+from mpxla.log import get_logger
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
 
@@ -52,6 +54,8 @@ __all__ = ["Traced", "Tracing"]
 
 Traced = tuple[Signature, StepGraph, list[Read]]
 """The signature that a graph serves, the graph, and what the function read outside."""
+WithAll = Callable[[], tuple[Signature, Sequence[torch.Tensor]]]
+"""Gives a call with all numbers in its signature, and the tensor leaves of one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,12 @@ class Tracing:
 
         answers = signature.answers
 
+        def with_all() -> tuple[Signature, Sequence[torch.Tensor]]:
+            found, (leaves,) = with_constants(signature, [self.values()], set(signature.numbers))
+            return found, leaves
+
         def capture(known: Known | None) -> Traced:
-            found = self._drawn(chosen, known, draws)
+            found = self._drawn(chosen, known, draws, with_all)
             is_sized = known is not None and known.decide_sizes
             if is_sized and answers is not None and not any(isinstance(a, Guess) for a in answers):
                 self.sized.add(answers)
@@ -179,19 +187,23 @@ class Tracing:
         is_sized = answers is not None and any(s == answers[: len(s)] for s in self.sized)
         return with_values_if_needed(capture, given, answers is not None, is_sized)
 
-    def _drawn(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
+    def _drawn(
+        self, signature: Signature, known: Known | None, draws: Draws | None, with_all: WithAll
+    ) -> Traced:
         """Captures once more if it has drawn."""
         if draws is None:
-            return self._captured(signature, known, None)
+            return self._captured(signature, known, None, with_all)
         while True:
             asked, given = replace(signature, draws=tuple(draw for draw, _ in draws.known)), known
             if given is not None:
                 given = replace(given, values=(*given.values, *draws.values()))
-            found = self._captured(asked, given, draws)
+            found = self._captured(asked, given, draws, with_all)
             if draws.is_complete:
                 return found
 
-    def _captured(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
+    def _captured(
+        self, signature: Signature, known: Known | None, draws: Draws | None, with_all: WithAll
+    ) -> Traced:
         function, model = self.function, self.states.module
         given = {path: argument_of_capture(v, path, draws) for path, v in self.objects.items()}
         objects = self.objects
@@ -274,6 +286,8 @@ class Tracing:
 
             def note() -> None:
                 made.check()
+                for making in self.state.making:
+                    making.check(log.written)
                 recorder = current_recorder()
                 assert recorder is not None, "the function runs in a capture"
                 log.note_tables(recorder)
@@ -287,15 +301,18 @@ class Tracing:
                 by_inputs.update(known_too)
                 recorder.recording = Recording({read.name: value for read, value in left})
 
+            make = partial(self._make, with_all, held, [one for one, _ in contents])
             notes = [note]
             with (
                 torch.set_grad_enabled(signature.grad_enabled),
                 iterators_refused(reached),
                 random_numbers_noted(reached, draws),
-                attributes_noted(held, found.names, counted, contents, model) as log,
+                attributes_noted(held, found.names, counted, contents, model, make) as log,
             ):
                 try:
                     step = capture(counting, stand_ins, notes)
+                    for making in self.state.making:
+                        making.check_tensors(self._written(step))
                     log.start_carried(model, step.gone)
                     return Attempt(step, log.reads(), log, reads, computed, by_inputs, found.places)
                 except OutsideWriteError as error:
@@ -305,8 +322,10 @@ class Tracing:
                     if not any(map(is_constant, error.written)):
                         self.state.leave_written(error, [*places, *entries])
                     raise
-                except BaseException:
+                except BaseException as error:
                     restore(log, reads)
+                    if self.state.unmade and isinstance(error, Exception):
+                        raise CaptureError(self.state.unmade[0]) from error
                     raise
                 finally:  # it holds containers, of weak references to parameters, too
                     notes.clear()
@@ -317,3 +336,35 @@ class Tracing:
         constants = (*step.constants.values(), *(tensor for tensor, _ in step.reads))
         reads += self.states.aliases.reads(constants)
         return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]
+
+    def _written(self, step: StepGraph) -> set[int]:
+        names = [role.name for role in step.outputs if role.kind is OutputKind.BUFFER]
+        return {id(self.states.tensor(name)) for name in names}
+
+    def _make(
+        self, with_all: WithAll, held: Mapping[int, Held], others: Sequence[Any], what: str
+    ) -> None:
+        """Runs the function in plain PyTorch, for what it makes and keeps (`made_objects.py`)."""
+        making = Making(held, others)
+        devices = {p.device: None for p in self.states.module.parameters() if not p.is_meta}
+        device = next(iter(devices), torch.device("cpu"))
+        signature, given = with_all()
+        leaves = [leaf.detach().clone().to(device) for leaf in given]
+        failed = ""
+        with making.noted(), recording_to(BackwardRecorder.of_nothing()):
+            try:
+                args, kwargs = fill(signature, leaves, self.objects)
+                with torch.set_grad_enabled(signature.grad_enabled):
+                    self.function(*args, **kwargs)
+            except Exception as error:  # what it has made before will do
+                failed = f" ({type(error).__name__}: {error})"  # whose frames hold autograd's graph
+        self.state.making.append(making)
+        if making.names:
+            made = ", ".join(making.names)
+            get_logger().info("the step function ran once in plain PyTorch to make %s", made)
+            return
+        self.state.unmade.append(
+            f"The step function makes {what} that the model keeps. To have it, the function runs "
+            f"once in plain PyTorch, where it does not come so far{failed}. Make it in __init__, "
+            f"or call the model once before it is given to smp.DistributedModel."
+        )

@@ -46,6 +46,11 @@ class BackwardRecorder:
     prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
     recording: Recording = field(default_factory=Recording)
 
+    @classmethod
+    def of_nothing(cls) -> "BackwardRecorder":
+        """For a run in plain PyTorch, of which only what it does besides is wanted."""
+        return cls(lambda _: False, lambda *_: False, lambda _: None, lambda _: None, is_trial=True)
+
     def show(self, tensor: Any, label: str) -> None:
         """Makes the value that a tensor has here a result of the step."""
         if is_number(tensor):

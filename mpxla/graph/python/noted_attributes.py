@@ -1,7 +1,7 @@
 """Has an `AttributeLog` told what a step function that is captured does with attributes."""
 
 import contextlib
-from collections.abc import Generator, Set
+from collections.abc import Callable, Generator, Set
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.attributes import MODULE_TABLES, AttributeLog
 from mpxla.graph.python.held_objects import Held
-from mpxla.graph.python.made_objects import keep_made
+from mpxla.graph.python.made_objects import held_under, keep_made, registrations_noted
 from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.python.plain import MISSING
 from mpxla.graph.user_code import is_called_by_user
@@ -29,6 +29,7 @@ def attributes_noted(
     counted: Set[str],
     contents: list[tuple[Any, Any]],
     model: nn.Module,
+    make: Callable[[str], None],
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
@@ -38,6 +39,7 @@ def attributes_noted(
         counted: names of attributes that do not count, since they are inputs.
         contents: gets containers that are read, with what they hold.
         model: whose modules carry tensors.
+        make: makes an object that the function keeps, given what it is called.
     """
     carrying = {id(vars(module)) for module in model.modules()}
     log = AttributeLog(held | held_parameters(held.values()), texts, counted, contents, carrying)
@@ -50,7 +52,14 @@ def attributes_noted(
     with contextlib.ExitStack() as stack:
         stack.enter_context(parameters_noted(_is_own, log))
         for kind in (nn.Module, *(kinds - {SimpleNamespace})):
-            stack.enter_context(_class_noted(kind, log))
+            stack.enter_context(_class_noted(kind, log, make))
+
+        def register(module: nn.Module, name: str, value: Any) -> None:
+            if (recorder := current_recorder()) is not None and value is not None:
+                place, before = (id(vars(module)), name), held_under(vars(module), name)
+                keep_made(value, before, held, place, recorder.is_constant, make)
+
+        stack.enter_context(registrations_noted(register))
         yield log
 
 
@@ -60,7 +69,9 @@ def _is_own(value: Any) -> bool:
     return recorder is not None and recorder.stand_in(value) is not value
 
 
-def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
+def _class_noted(
+    kind: Any, log: AttributeLog, make: Callable[[str], None]
+) -> AbstractContextManager[None]:
     """Notes what is read and written of the objects of a class."""
     get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
 
@@ -92,9 +103,14 @@ def _class_noted(kind: Any, log: AttributeLog) -> AbstractContextManager[None]:
     def set_noted(self: Any, name: str, value: Any) -> None:
         recorder, owner = current_recorder(), object.__getattribute__(self, "__dict__")
         if recorder is not None:
-            tables = owner, *(owner.get(table, {}) for table in MODULE_TABLES)
-            before = next((t[name] for t in tables if t.get(name) is not None), None)
-            keep_made(value, before, log.held, (id(owner), name), recorder.value_of)
+            keep_made(
+                value,
+                held_under(owner, name),
+                log.held,
+                (id(owner), name),
+                recorder.is_constant,
+                make,
+            )
             if not isinstance(value, nn.Module):
                 old = owner.get(name, log.buffers_beside(owner).get(name, MISSING))
                 log.note_assigned(owner, name, old, value, recorder)

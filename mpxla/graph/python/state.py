@@ -58,6 +58,7 @@ from mpxla.graph.python.left_tensors import (
     refuse_carried,
     refuse_grown,
 )
+from mpxla.graph.python.made_objects import Making
 from mpxla.graph.python.noted_contents import CONTAINERS, is_simple, note_content
 from mpxla.graph.python.numbers_of_ways import LeftNames, numbers_of_way
 from mpxla.graph.python.outside_reads import kept
@@ -93,6 +94,8 @@ class PythonState:
         held: gets objects whose attributes captures may read.
         filled_memos: how often functions that remember tensors were called (`memos.py`), by id.
         made: gets names that the function makes outside of these (`new_names.py`).
+        making: gets runs that have made what the function keeps (`made_objects.py`).
+        unmade: gets texts of what they have not made, for a capture that ends with an error.
         is_trial: whether captures are not to be used, and leave nothing.
     """
 
@@ -110,6 +113,8 @@ class PythonState:
         self.contents: list[tuple[Any, Any]] = []
         self.held: dict[int, Held] = {}
         self.made: list[Place] = []
+        self.making: list[Making] = []
+        self.unmade: list[str] = []
         self.filled_memos: Counter[int] = Counter()
 
     def stop_counting(self, asks: bool = False) -> None:
