@@ -322,6 +322,9 @@ class Tracing:
                     if not any(map(is_constant, error.written)):
                         self.state.leave_written(error, [*places, *entries])
                     raise
+                except (ValueNeededError, UndecidedError):  # which another capture answers
+                    restore(log, reads)
+                    raise
                 except BaseException as error:
                     restore(log, reads)
                     if self.state.unmade and isinstance(error, Exception):

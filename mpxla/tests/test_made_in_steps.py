@@ -203,12 +203,26 @@ def every_time(net, x):
     return net.made(x)
 
 
+def where_no_run_comes(net, x):
+    """A capture takes every device for its own."""
+    x = x.cuda()
+    if net.made is None:
+        net.made = nn.Linear(4, 4)
+    return net.made(x)
+
+
 def refused():
     smp.init({"microbatches": 1})
     text = r"makes a Scaled for \S*made in every call at .*test_made_in_steps.py"
     with pytest.raises(CaptureError, match=text):
         smp.step(step_of)(smp.DistributedModel(Net(every_time)), batch(0))
+    text = (
+        r"makes a Linear for \S*made at .*runs once in plain PyTorch, where it does not come "
+        r"so far \(AssertionError: .*CUDA.*\)\. Make it in __init__"
+    )
+    with pytest.raises(CaptureError, match=text):
+        smp.step(step_of)(smp.DistributedModel(Net(where_no_run_comes)), batch(0))
 
 
-def test_what_is_made_in_every_call_is_refused():
+def test_what_no_run_makes_is_refused():
     run_ranks(refused, 1)
