@@ -322,18 +322,20 @@ class Tracing:
                     if not any(map(is_constant, error.written)):
                         self.state.leave_written(error, [*places, *entries])
                     raise
-                except (ValueNeededError, UndecidedError):  # which another capture answers
+                except BaseException:
                     restore(log, reads)
-                    raise
-                except BaseException as error:
-                    restore(log, reads)
-                    if self.state.unmade and isinstance(error, Exception):
-                        raise CaptureError(self.state.unmade[0]) from error
                     raise
                 finally:  # it holds containers, of weak references to parameters, too
                     notes.clear()
 
-        step, own_reads = self.state.judged(attempt)
+        try:
+            step, own_reads = self.state.judged(attempt)
+        except (ValueNeededError, UndecidedError):  # which another capture answers
+            raise
+        except Exception as error:
+            if not self.state.unmade:
+                raise
+            raise CaptureError(self.state.unmade[0]) from error
         signature = replace(signature, counts=self.state.counts)
         reads = [*own_reads, *map(ModuleRead.of, step.modules)]
         constants = (*step.constants.values(), *(tensor for tensor, _ in step.reads))

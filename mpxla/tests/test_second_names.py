@@ -171,6 +171,7 @@ def kept():
     return found
 
 
+@pytest.mark.slow
 def test_what_a_script_holds_has_the_numbers():
     ((first, second),) = run_ranks(kept, 1)
     for mean, same, listed in (first, second):
@@ -235,4 +236,4 @@ def refused():
 
 
 def test_what_shares_memory_otherwise_is_refused():
-    run_ranks(refused, 1)
+    run_ranks(refused, 1, env={"MPXLA_DEVICE": "pjrt"})
