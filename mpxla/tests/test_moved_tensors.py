@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.tests.backends import on_few_all_and_stages
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -179,15 +180,7 @@ def trained(stages, functions):
     return found
 
 
-@pytest.mark.parametrize(
-    ("stages", "functions", "env"),
-    [
-        (1, FEW, {"MPXLA_DEVICE": "pjrt"}),
-        pytest.param(1, ALL, {}, marks=pytest.mark.slow),
-        pytest.param(2, ALL, {"MPXLA_DEVICE": "pjrt"}, marks=pytest.mark.slow),
-    ],
-    ids=["few", "all", "stages"],
-)
+@on_few_all_and_stages(FEW, ALL)
 def test_they_are_what_they_are_in_pytorch(stages, functions, env):
     for results in run_ranks(trained, stages, stages, functions, env=env):
         for function, seen in zip(functions, results, strict=True):

@@ -8,6 +8,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import CaptureError
+from mpxla.tests.backends import on_few_all_and_stages
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -145,15 +146,7 @@ def trained(stages, functions):
     return found
 
 
-@pytest.mark.parametrize(
-    ("stages", "functions", "env"),
-    [
-        (1, FEW, {"MPXLA_DEVICE": "pjrt"}),
-        pytest.param(1, ALL, {}, marks=pytest.mark.slow),
-        pytest.param(2, ALL, {"MPXLA_DEVICE": "pjrt"}, marks=pytest.mark.slow),
-    ],
-    ids=["few", "all", "stages"],
-)
+@on_few_all_and_stages(FEW, ALL)
 def test_they_are_one_tensor(stages, functions, env):
     for results in run_ranks(trained, stages, stages, functions, env=env):
         for function, seen in zip(functions, results, strict=True):

@@ -264,13 +264,6 @@ class Constants:
             and not any(id(source) in ids for source in self._sources(tensor))
         )
 
-    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the value of a tensor that is the same in every call; None of others."""
-        if not self.is_constant(tensor):
-            return None
-        with _disable_current_modes():
-            return self._value_of(tensor).clone()
-
     def leave(self, left: Mapping[str, Any], tape: Tape) -> None:
         """Writes down what a step leaves in places that it changes, by name.
 

@@ -30,6 +30,7 @@ from mpxla.graph.capture.checkpoints import run_checkpointed
 from mpxla.graph.capture.collectives import Replicas
 from mpxla.graph.capture.transforms import in_vmap, vmapped
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.python.module_tables import MODULE_TABLES
 from mpxla.graph.python.noted_contents import CONTAINERS
 from mpxla.graph.python.number import is_number
 from mpxla.graph.python.plain import refill
@@ -46,7 +47,6 @@ __all__ = [
 _WANTS_GRADIENT = torch.Tensor.register_post_accumulate_grad_hook
 _gradient = cast(Any, torch.Tensor.grad)
 _USES_GRADIENT = (_gradient.__get__, _gradient.__set__)
-_STATE = ("_parameters", "_buffers", "_modules")
 
 
 def refuse_gradients(func: Any, args: tuple[Any, ...]) -> None:
@@ -193,7 +193,7 @@ def attributes_kept(model: nn.Module, gone: list[tuple[nn.Module, str]]) -> Gene
         yield
     finally:
         for module, attributes in before:
-            now = {k: v for k, v in vars(module).items() if k not in _STATE}
+            now = {k: v for k, v in vars(module).items() if k not in MODULE_TABLES}
             had = {name: content for name, (_, content) in attributes.items()}
             changed = [name for name, value in now.items() if _is_new(value, had.get(name))]
             for name in changed:
@@ -219,7 +219,7 @@ def _attributes(module: nn.Module, copies: dict[int, Any]) -> dict[str, tuple[An
     return {
         name: (value, copied(value) if type(value) in CONTAINERS else value)
         for name, value in vars(module).items()
-        if name not in _STATE
+        if name not in MODULE_TABLES
     }
 
 

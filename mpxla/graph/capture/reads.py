@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.graph.python.module_tables import MODULE_TABLES
 from mpxla.graph.python.plain import Change, Read, change
 
 __all__ = ["ModuleRead", "ValueRead"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TABLES = ("_parameters", "_buffers", "_modules")
 _MOST_SHOWN = 4
 
 
@@ -66,7 +66,7 @@ class ModuleRead(Read):
 def _facts(module: nn.Module) -> dict[str, Any]:
     own = vars(module)
     facts = {"training": own["training"], "forward": own.get("forward")}
-    for table in _TABLES:
+    for table in MODULE_TABLES:
         facts |= own[table]
     for kind in _HOOKS:
         facts |= {f"{kind} {place}": hook for place, hook in enumerate(own[kind].values())}

@@ -28,7 +28,6 @@ class BackwardRecorder:
         recording: numbers that the step leaves in Python.
         is_known: says whether a tensor follows from inputs alone.
         is_constant: says whether it is the same in every call, while others are changing.
-        value_of: a copy of its value then; None of others.
         note_backward: called with the tensors when `model.backward` is.
         is_trial: whether the step will not run, and may ask for gradients where there are none.
         stand_in: gives what stands for a parameter of the model, and others as they are.
@@ -37,7 +36,6 @@ class BackwardRecorder:
 
     is_known: Callable[[torch.Tensor], bool]
     is_constant: Callable[..., bool]
-    value_of: Callable[[torch.Tensor], torch.Tensor | None]
     note_backward: Callable[[Sequence[torch.Tensor]], None]
     is_trial: bool = False
     stand_in: Callable[[Any], Any] = lambda value: value
@@ -49,7 +47,7 @@ class BackwardRecorder:
     @classmethod
     def of_nothing(cls) -> "BackwardRecorder":
         """For a run in plain PyTorch, of which only what it does besides is wanted."""
-        return cls(lambda _: False, lambda *_: False, lambda _: None, lambda _: None, is_trial=True)
+        return cls(lambda _: False, lambda *_: False, lambda _: None, is_trial=True)
 
     def show(self, tensor: Any, label: str) -> None:
         """Makes the value that a tensor has here a result of the step."""

@@ -227,7 +227,6 @@ class _StepModule(nn.Module):
         recorder = BackwardRecorder(
             own.given(constants.is_known),
             own.given(constants.is_constant),
-            own.given(constants.value_of),
             *(contents.note_backward, is_trial),
             *(own.stand_in, trained),
         )

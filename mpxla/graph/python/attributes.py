@@ -22,7 +22,7 @@ from mpxla.graph.capture.recorder import BackwardRecorder
 from mpxla.graph.containers import has_fakes, has_tensors, with_other_tensors
 from mpxla.graph.python.counted import WrittenRead
 from mpxla.graph.python.held_objects import OF_TORCH, Held, ObjectRead, has_attributes
-from mpxla.graph.python.module_tables import ModuleTables
+from mpxla.graph.python.module_tables import MODULE_TABLES, ModuleTables
 from mpxla.graph.python.noted_contents import (
     CONTAINERS,
     PLAIN_CONTAINERS,
@@ -41,7 +41,6 @@ from mpxla.graph.user_code import at_user_line
 __all__ = [
     "FEW_ELEMENTS",
     "MODE",
-    "MODULE_TABLES",
     "AttributeLog",
     "is_made",
 ]
@@ -49,7 +48,6 @@ __all__ = [
 MODE = "training"
 """The attribute of a module that tells training from evaluation."""
 _CONSTANT, _COMPUTED = object(), object()
-MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 FEW_ELEMENTS = 2**16
 """So much of what a step leaves in an attribute is there afterwards, also if no step reads it."""
 

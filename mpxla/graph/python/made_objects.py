@@ -41,13 +41,13 @@ from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.python.container_state import is_as_left
 from mpxla.graph.python.held_objects import Held, contents_of, has_attributes
+from mpxla.graph.python.module_tables import MODULE_TABLES
 from mpxla.graph.python.noted_contents import PLAIN_CONTAINERS, is_simple
 from mpxla.graph.python.plain import MISSING, Read, refill
 from mpxla.graph.user_code import AgainError, at_user_line
 
 __all__ = ["Making", "fakes_in", "held_under", "keep_made", "registrations_noted"]
 
-_TABLES = ("_parameters", "_buffers", "_modules")
 _MOST_PARTS, _MOST_ENTRIES = 5000, 2000
 """In a container that is looked into."""
 
@@ -91,7 +91,7 @@ def keep_made(
                 f"the attribute is None."
             )
         return
-    if before is not None or (_is_open(value) and id(vars(value)) in held):
+    if before is not None or _held_of(value, held) is not None:
         return
     is_layer = isinstance(value, (nn.Module, nn.Parameter))
     if is_layer or ((_is_open(value) or _is_mixed(value)) and _is_of(value, held, is_constant)):
@@ -177,7 +177,7 @@ class _Content:
             seen.add(id(table))
             if table is not part:
                 self.tables.add(id(table))
-                own = (table.get(name) for name in (_TABLES if isinstance(part, nn.Module) else ()))
+                own = map(table.get, MODULE_TABLES if isinstance(part, nn.Module) else ())
                 self._owners |= {id(one): id(table) for one in (table, *own)}
             if isinstance(table, torch.Tensor):
                 if not (table.is_meta or is_lazy(table)) and table.layout is torch.strided:
@@ -216,7 +216,7 @@ class _Content:
 
 def held_under(attributes: dict[str, Any], name: str) -> Any:
     """An attribute, parameter, buffer or part of an object; None if there is none."""
-    tables = (attributes, *(attributes.get(of, {}) for of in _TABLES))
+    tables = (attributes, *(attributes.get(of, {}) for of in MODULE_TABLES))
     return next((one[name] for one in tables if one.get(name) is not None), None)
 
 
@@ -240,7 +240,7 @@ class Making:
         others: containers that it may reach besides.
     """
 
-    def __init__(self, held: Mapping[int, Held], others: Iterable[Any] = ()):
+    def __init__(self, held: Mapping[int, Held], others: Iterable[Any]):
         self._held = held
         objects = [one.value for one in held.values() if one.value is not None]
         self._before = _Content([*objects, *others], held.__contains__)
@@ -319,7 +319,7 @@ class Making:
         """Takes in an object that an attribute gets."""
         table = object.__getattribute__(owner, "__dict__")
         before, held = held_under(table, name), self._held.get(id(table))
-        is_known = _is_open(value) and id(vars(value)) in self._held
+        is_known = _held_of(value, self._held) is not None
         is_object = _is_open(value) or _is_mixed(value) or isinstance(value, nn.Parameter)
         if held is not None and is_object and not is_known and before is None:
             self._made[id(table), name] = held, name, value, table.get(name, MISSING)
@@ -343,6 +343,7 @@ class Making:
         unused = [value for *_, value, _ in self._made.values() if id(value) not in self._used]
         for value in unused:
             self._inside += self._begun[id(value)].changes()
+        if unused:
             self._ready = self._before.changes()
         # What the use has changed as well was set up before it.
         later = {change.what for one in self._used.values() for change in one.changes()}

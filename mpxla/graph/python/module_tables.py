@@ -13,7 +13,10 @@ from torch import nn
 
 from mpxla.graph.python.plain import refill
 
-__all__ = ["ModuleTables"]
+__all__ = ["MODULE_TABLES", "ModuleTables"]
+
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""Where modules have their tensors and parts, besides their attributes."""
 
 _Table = dict[Any, Any]
 

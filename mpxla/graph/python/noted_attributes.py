@@ -10,9 +10,10 @@ from torch import nn
 
 from mpxla.graph.capture.recorder import current_recorder
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.python.attributes import MODULE_TABLES, AttributeLog
+from mpxla.graph.python.attributes import AttributeLog
 from mpxla.graph.python.held_objects import Held
 from mpxla.graph.python.made_objects import held_under, keep_made, registrations_noted
+from mpxla.graph.python.module_tables import MODULE_TABLES
 from mpxla.graph.python.parameter_attributes import held_parameters, parameters_noted
 from mpxla.graph.python.plain import MISSING
 from mpxla.graph.user_code import is_called_by_user
