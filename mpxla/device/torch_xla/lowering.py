@@ -11,7 +11,11 @@ from mpxla.device.convolution import expand_convolutions
 from mpxla.device.torch_xla.operators.composition import composed_derivatives, host_shapes
 from mpxla.device.torch_xla.operators.decompositions import DECOMPOSITIONS, REPLACEMENTS
 from mpxla.device.torch_xla.operators.linear_algebra import correct_factorizations
-from mpxla.device.torch_xla.operators.promotion import keep_types
+from mpxla.device.torch_xla.operators.promotion import (
+    keep_types,
+    widen_convolutions,
+    widen_sums,
+)
 from mpxla.device.torch_xla.operators.reductions import expand_reductions
 
 __all__ = ["make_lowering"]
@@ -40,10 +44,12 @@ def _correct(module: fx.GraphModule) -> None:
     """What torch_xla computes otherwise than PyTorch."""
     correct_factorizations(module)
     keep_types(module)
+    widen_sums(module)
 
 
 def _expand_for_host(module: fx.GraphModule) -> None:
     """Also what only XLA's CPU backend compiles or runs slowly."""
     _correct(module)
+    widen_convolutions(module)
     expand_convolutions(module)
     expand_reductions(module)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpxla.device.pjrt.dtypes import widened
 from mpxla.device.pjrt.table import implements
 
 
@@ -64,7 +65,8 @@ def add_at(x: jax.Array, places: tuple[Any, ...], values: jax.Array) -> jax.Arra
     if x.dtype.kind == "b":
         counts = x.astype(np.int32).at[places].add(values.astype(np.int32))
         return counts.astype(bool)
-    return x.at[places].add(values)
+    wide = widened(x)  # in 16 bits a sum stands still once a term is below half an ulp of it
+    return wide.at[places].add(values.astype(wide.dtype)).astype(x.dtype)
 
 
 @implements("index.Tensor", "_unsafe_index.Tensor")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpxla.device.pjrt.dtypes import cast
+from mpxla.device.pjrt.dtypes import cast, compute_dtype
 from mpxla.device.pjrt.operators.indexing import add_at, along, places_of
 from mpxla.device.pjrt.table import implements
 
@@ -90,10 +90,10 @@ def _reduce_at(
     x: jax.Array, places: tuple[Any, ...], values: jax.Array, reduce: str, include_self: bool
 ) -> jax.Array:
     """Sums, means, ... of what comes together at a place."""
-    if x.dtype.kind == "b":
-        return _reduce_at(
-            x.astype(np.int32), places, values.astype(np.int32), reduce, include_self
-        ).astype(bool)
+    wide = np.dtype(np.int32) if x.dtype.kind == "b" else compute_dtype(x.dtype)
+    if x.dtype != wide:
+        terms = x.astype(wide), places, values.astype(wide)
+        return _reduce_at(*terms, reduce, include_self).astype(x.dtype)
     start = x
     if not include_self:
         start = x.at[places].set(cast(_STARTS[reduce](x.dtype), x.dtype))

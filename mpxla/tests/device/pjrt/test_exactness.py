@@ -3,12 +3,13 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.utils._pytree as pytree
 
 from mpxla.device.pjrt.arrays import copy_to_device, host_copies
-from mpxla.device.pjrt.compiling import CPU
+from mpxla.device.pjrt.compiling import CPU, compile_lowered
 from mpxla.tests.device.pjrt.operator_calls import Call
 from mpxla.tests.device.pjrt.operator_checks import run
 
@@ -114,6 +115,19 @@ def test_low_precision_is_computed_in_float32(operator, function, keywords, dtyp
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=1.01 * eps, atol=eps / 16)
     assert (found != expected).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.log, jnp.exp, lambda x: jnp.log(x.astype(jnp.int8) + 1.0)]
+)
+def test_what_is_summed_in_low_precision_is_right_beside_the_sum(function):
+    values = jnp.linspace(1, 99, 8192).astype(jnp.bfloat16)
+
+    def summed(x):
+        return jnp.sum(function(x * jnp.bfloat16(0.5)).astype(jnp.float32) / 8192)
+
+    compiled = compile_lowered(jax.jit(summed).lower(values), "cpu")
+    assert float(compiled(values)) == pytest.approx(float(summed(values)), rel=1e-2)
 
 
 def test_rows_without_a_score_become_zeros():
