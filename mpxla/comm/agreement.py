@@ -123,7 +123,7 @@ def share_error(
     _wait_for_all(objects, ranks)
     if error is not None:
         raise error
-    rank, text = failed[0]
+    rank, text = failed[0][0], failed[0][1].removesuffix(".")
     raise PeerFailure(
         f"rank {rank} raised {text}. Look at the output of rank {rank} for the cause."
     )

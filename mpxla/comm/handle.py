@@ -333,9 +333,9 @@ class FailureWatch:
     def _peer_failure(self, what: str | None) -> PeerFailure:
         assert self.failure is not None
         waited = f" (rank {self.rank} was waiting {self._words(what)})" if what else ""
+        text = self.failure.text.removesuffix(".")
         error = PeerFailure(
-            f"{self.failure.text}{waited}. Look at the output of rank {self.failure.rank} for "
-            f"the cause."
+            f"{text}{waited}. Look at the output of rank {self.failure.rank} for the cause."
         )
         if self.failure.text.startswith(f"rank {self.failure.rank} raised "):
             error.raised_by = self.failure.rank
